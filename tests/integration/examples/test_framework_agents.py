@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -45,13 +45,6 @@ def calculates(_: str, messages: list[dict[str, Any]]) -> Reply:
     return "calculator", {"expression": "12 * 34"}
 
 
-def writes(model: str, messages: list[dict[str, Any]]) -> Reply:
-    """Write a wrong query first; as the rewriter, the right one."""
-    said = {"writer": "SELECT age FROM nowhere", "checker": "yes", "rewriter": SQL}[model]
-    assert model != "rewriter" or "Previous: no such table" in messages[-1]["content"]
-    return said
-
-
 def searches(_: str, items: list[dict[str, Any]]) -> Reply:
     """Search for the question, and answer with all that was found."""
     last = items[-1]
@@ -59,15 +52,10 @@ def searches(_: str, items: list[dict[str, Any]]) -> Reply:
     return f"<answer>{found}</answer>" if found else ("search", {"query": "mayor of Marwick"})
 
 
-CASES: Final = {
-    "math": (calculates, {}, ["/v1/chat/completions"] * 2),
-    "sql": (writes, {}, ["/v1/chat/completions"] * 4),
-    "rag": (searches, {}, ["/v1/responses"] * 2),
-    "rag by chat": (searches, {"OPENAI_API": "chat_completions"}, ["/v1/chat/completions"] * 2),
-}
+CHAT: Final = "/v1/chat/completions"
+MODELS: Final = {"math": calculates, "rag": searches}
 OUTPUTS: Final = {
     "math": "The answer is 408.",
-    "sql": SQL,
     "rag": "<answer>The mayor of Marwick is",
 }
 
@@ -133,19 +121,24 @@ async def run_program(
     return out.decode()
 
 
-@pytest.mark.parametrize("case", CASES)
-async def test_example_agent_runs_against_a_plain_model_server_without_pawl_headers(
-    case: str,
-) -> None:
-    model, environment, paths = CASES[case]
-    name = case.split(maxsplit=1)[0]
-    async with plain_server(model) as server:
-        printed = await run_program(find_scenario(name).folder, server.url, environment)
-    assert printed.startswith(OUTPUTS[name])
+def assert_asked_plainly(server: FakeUpstream, paths: list[str]) -> None:
+    """The server was asked at these paths, with no header of Pawl's."""
     others = [path for _, path, _ in server.other]
-    assert ["/v1/chat/completions"] * len(server.requests) + others == paths
+    assert [CHAT] * len(server.requests) + others == paths
     headers = [name.lower() for sent in server.headers for name in sent]
     assert not [name for name in headers if name.startswith("x-pawl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "environment"), [("math", {}), ("rag", {"OPENAI_API": "chat_completions"})]
+)
+async def test_example_agent_runs_as_a_program_against_a_plain_model_server(
+    name: str, environment: dict[str, str]
+) -> None:
+    async with plain_server(MODELS[name]) as server:
+        printed = await run_program(find_scenario(name).folder, server.url, environment)
+    assert printed.startswith(OUTPUTS[name])
+    assert_asked_plainly(server, [CHAT] * 2)
 
 
 async def test_sql_agent_is_shown_the_schema_of_its_tasks_database() -> None:
@@ -159,6 +152,7 @@ async def test_sql_agent_is_shown_the_schema_of_its_tasks_database() -> None:
     async with plain_server(model) as server:
         printed = await run_program(folder, server.url, {}, schema="airline")
     assert printed.strip() == "SELECT MAX(delay) FROM flight"
+    assert_asked_plainly(server, [CHAT] * 2)
 
 
 async def test_leaderboard_agent_prints_the_models_tool_calls() -> None:
@@ -184,30 +178,50 @@ async def test_leaderboard_agent_prints_the_models_tool_calls() -> None:
     assert tool["function"]["parameters"]["properties"]["x"]["type"] == "number"
 
 
-@pytest.mark.parametrize("name", ["math", "sql", "rag"])
-async def test_example_agent_answers_when_hosted_by_a_scenario(name: str, tmp_path: Path) -> None:
+@asynccontextmanager
+async def hosted(name: str, log: Path) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+    """Host an example's agent as a scenario does: from its model server's URL to its answer."""
     scenario = find_scenario(name)
-    log = tmp_path / "log"
     agent = CoroutineAgent(str(CLIENTS), scenario.agent, scenario.folder, log)
-    async with plain_server(CASES[name][0]) as server:
-        variables = {"OPENAI_BASE_URL": server.url}
+
+    async def run(url: str) -> str:
+        variables = {"OPENAI_BASE_URL": url}
         if scenario.requested_model:
             variables["OPENAI_MODEL"] = scenario.requested_model
-        try:
-            await agent.start()
-            result = await agent.run(
-                Request(task={"question": "What?"}, environment=variables, limit_s=60)
-            )
-        finally:
-            await agent.stop()
-    assert result.error is None, (result.detail, log.read_text()[-2000:])
-    assert result.output.startswith(OUTPUTS[name])
+        task = {"question": "What?"}
+        result = await agent.run(Request(task=task, environment=variables, limit_s=60))
+        assert result.error is None, (result.detail, log.read_text()[-2000:])
+        return result.output
+
+    try:
+        await agent.start()
+        yield run
+    finally:
+        await agent.stop()
 
 
-# Through the proxy: how the queries of the sql example ended is known.
+@pytest.mark.parametrize(("name", "path"), [("math", CHAT), ("rag", "/v1/responses")])
+async def test_example_agent_answers_when_hosted_by_a_scenario(
+    name: str, path: str, tmp_path: Path
+) -> None:
+    async with plain_server(MODELS[name]) as server, hosted(name, tmp_path / "log") as run:
+        assert (await run(server.url)).startswith(OUTPUTS[name])
+        assert_asked_plainly(server, [path] * 2)
+
+
+# Through the proxy, and hosted, too: how the queries of the sql example ended is known.
 
 WRONG = "SELECT age FROM nowhere"
 ROLES = {f"{role.upper()}_MODEL": "m" for role in ("writer", "checker", "rewriter")}
+# The first query, how the queries ended in each call, and what that is worth.
+CREDITED: Final = {
+    "a query that failed and was corrected costs nothing": (
+        WRONG,
+        [["error"], [], ["ok"], []],
+        0.2,
+    ),
+    "a first query that runs pays all": (SQL, [["ok"], []], 0.2),
+}
 
 
 def said(asked: dict[str, Any], first: str) -> str:
@@ -217,9 +231,12 @@ def said(asked: dict[str, Any], first: str) -> str:
     return SQL if "Previous: no such table" in asked["messages"][-1]["content"] else first
 
 
-async def an_episode(
-    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, folder: Path, first: str
-) -> Episode:
+async def recorded_episodes(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, folder: Path
+) -> dict[str, Episode]:
+    """Run the agent once for each of `CREDITED`, and return the episodes."""
+    first = ""
+
     async def behave(request: web.Request) -> web.Response:
         asked = upstream.requests[-1]
         reply = whole_reply(asked, len(upstream.requests))
@@ -227,20 +244,18 @@ async def an_episode(
         return web.json_response(reply)
 
     upstream.behave = behave
-    scenario = find_scenario("sql")
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
     settings = settings_for(database_url, upstream.url, folder).model_copy(
-        update={"tool_results": parse_readers(scenario.tool_results or "")}
+        update={"tool_results": parse_readers(find_scenario("sql").tool_results or "")}
     )
-    calls = 2 if first == SQL else 4
-    async with proxy_with(settings, engine) as proxy:
-        url = run_url(proxy.url, task="t", episode="e", split=None)
-        printed = await run_program(scenario.folder, f"{url}/v1", ROLES)
-        assert printed == f"{SQL}\n"
-        [episode] = await proxy.episodes(calls)
-    assert len(episode.calls) == calls
-    return episode
+    async with proxy_with(settings, engine) as proxy, hosted("sql", folder / "log") as run:
+        for name, (query, _, _) in CREDITED.items():
+            first = query
+            url = run_url(proxy.url, task="t", episode=name, split=None)
+            assert await run(f"{url}/v1") == SQL
+        calls = sum(len(statuses) for _, statuses, _ in CREDITED.values())
+        return {episode.key: episode for episode in await proxy.episodes(calls)}
 
 
 def air(episode: Episode) -> float:
@@ -250,28 +265,23 @@ def air(episode: Episode) -> float:
     return air_reward(events, NO_USUAL_SCORES, rule.air_lambda)
 
 
-@pytest.mark.parametrize(
-    ("first", "statuses", "credit"),
-    [
-        (WRONG, [["error"], [], ["ok"], []], 0.2),
-        (SQL, [["ok"], []], 0.2),
-    ],
-    ids=["a query that failed and was corrected costs nothing", "a first query that runs pays all"],
-)
 async def test_sql_agents_queries_are_tool_events_that_count_in_the_credit(
     database_url: str,
     engine: AsyncEngine,
     upstream: FakeUpstream,
     tmp_path: Path,
-    first: str,
-    statuses: list[list[str]],
-    credit: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    episode = await an_episode(database_url, engine, upstream, tmp_path, first)
-    events = [[(one.tool, one.status) for one in matched_events(call)] for call in episode.calls]
-    assert events == [[("execute_sql", status) for status in one] for one in statuses]
-    assert episode.stray_tool_events == ()
-    assert air(episode) == pytest.approx(credit)
-    # The queries were not written by a tool call: their own text was what ran.
-    written = json.loads(episode.calls[0].reply or b"")["choices"][0]["message"]["content"]
-    assert written == f"{first}\n"
+    for name, model in ROLES.items():
+        monkeypatch.setenv(name, model)
+    episodes = await recorded_episodes(database_url, engine, upstream, tmp_path)
+    assert episodes.keys() == CREDITED.keys()
+    for name, (first, statuses, credit) in CREDITED.items():
+        calls = episodes[name].calls
+        events = [[(one.tool, one.status) for one in matched_events(call)] for call in calls]
+        assert events == [[("execute_sql", status) for status in one] for one in statuses]
+        assert episodes[name].stray_tool_events == ()
+        assert air(episodes[name]) == pytest.approx(credit)
+        # The queries were not written by a tool call: their own text was what ran.
+        written = json.loads(calls[0].reply or b"")["choices"][0]["message"]["content"]
+        assert written == f"{first}\n"
