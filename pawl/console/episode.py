@@ -28,6 +28,7 @@ from store.read.detail import (
     is_explainable,
     raw_body,
 )
+from store.read.facts import compacted_by
 from store.read.lineage import read_update
 from store.read.past import past_update
 from store.records import EVAL
@@ -154,6 +155,7 @@ async def episode(request: Request) -> Response:
         turns=turns,
         numbers=numbers_of(detail),
         lane_of=lane_of,
+        compacted_by=compacted_by(calls),
         space=Space(),
         waits={fate.policy: why_not_consumed(fate, detail) for fate in detail.fates},
         before=ids[max(start - CALLS_A_PAGE, 0)] if start else None,

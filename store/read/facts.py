@@ -1,6 +1,8 @@
-"""Derive from an episode whether it failed, and the tool call of each tool event (pure)."""
+"""Derive from an episode whether it failed, its tool calls' events, and its compactions (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+from uuid import UUID
 
 from store.records import (
     FAILED_STATUSES,
@@ -16,6 +18,27 @@ from store.records import (
 def has_failed(episode: Episode) -> bool:
     """Return whether the upstream refused the episode's last call because of its content."""
     return bool(episode.calls) and episode.calls[-1].http_status in FAILED_STATUSES
+
+
+# The kind of a side call that sums up a conversation for the one that replaces it.
+COMPACTION: Final = "compaction"
+
+
+def compacted_by(calls: Iterable[Any]) -> dict[UUID, UUID]:
+    """Return, by the first call of each compacted conversation, the call that compacted it.
+
+    `calls` are an episode's in order: `CallFacts`, or rows with its columns. The compacted
+    conversation begins with the next call of work in the same lane.
+    """
+    links: dict[UUID, UUID] = {}
+    waiting: dict[tuple[str, str | None], UUID] = {}
+    for call in calls:
+        lane = call.agent, call.lane
+        if call.side is None and lane in waiting:
+            links[call.id] = waiting.pop(lane)
+        elif call.side == COMPACTION and call.status == "complete" and call.http_status == 200:
+            waiting[lane] = call.id
+    return links
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):

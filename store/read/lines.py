@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
+from uuid import UUID
 
 import msgspec
 
 from store.errors import Damaged
-from store.read.facts import MatchedEvent, has_failed, match_event, matched_events
+from store.read.facts import MatchedEvent, compacted_by, has_failed, match_event, matched_events
 from store.records import EXPLORED, REWARD, Episode, EpisodeState, Feedback, TransitionRow
 from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
@@ -53,6 +54,7 @@ def encoded_line(
     Raises:
         Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.
     """
+    links = compacted_by(episode.calls)
     line: dict[str, Any] = {
         "episode": bare(episode.key),
         "task": episode.task and bare(episode.task),
@@ -60,7 +62,7 @@ def encoded_line(
         "state": episode_state(episode, now, quiet),
         **({"fates": fates} if fates else {}),
         "feedback": _statements(episode.feedback),
-        "calls": [_call(episode, call) for call in episode.calls],
+        "calls": [_call(episode, call, links.get(call.id)) for call in episode.calls],
     }
     unmatched = [
         event
@@ -81,7 +83,7 @@ def encoded_line(
     return msgspec.json.encode(line)
 
 
-def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
+def _call(episode: Episode, call: TransitionRow, compaction: UUID | None) -> dict[str, Any]:
     request, reply = _document(episode, call, "request"), _document(episode, call, "reply")
     line = {
         "call": str(call.id),
@@ -97,6 +99,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
         "reason": call.reason,
         **({"lane": call.lane} if call.lane else {}),
         **({"side": call.side} if call.side else {}),
+        **({"compacted_by": str(compaction)} if compaction else {}),
         "tool_events": [_event(event) for event in matched_events(call)],
         "feedback": _statements(call.feedback),
     }

@@ -110,3 +110,18 @@ async def test_side_calls_are_recorded_and_get_no_credit(proxy: Proxy) -> None:
         ]
         assert plan.rows
         assert plan.outcomes == alone.outcomes
+
+
+async def test_conversation_after_a_compaction_names_it_in_the_export(proxy: Proxy) -> None:
+    await work(proxy, "s")
+    # The sub-agent's thread goes on as before; the main agent's begins anew.
+    again = WORK | {"model": "m", "stream": False}
+    for agent in ("other", "default", "default"):
+        headers = {"x-session-id": "s", "x-pawl-agent": agent}
+        assert (await proxy.chat(headers=headers, **again)).status == 200
+    [episode] = await proxy.episodes(7)
+    calls = json.loads(encoded_line(episode, START))["calls"]
+    compaction, other, first, second = calls[3:]
+    assert compaction["side"] == "compaction"
+    assert [call.get("compacted_by") for call in (*calls[:4], other, second)] == [None] * 6
+    assert first["compacted_by"] == compaction["call"]

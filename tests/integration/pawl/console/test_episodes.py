@@ -88,7 +88,8 @@ async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_trainable_sh
     console: Pages, engine: AsyncEngine
 ) -> None:
     side = {"trainable": False, "reason": "side", "side": "compaction"}
-    await Ingester().store(engine, [call("e"), call("e", **side), reward(0.5, episode="e")])
+    calls = [call("e"), call("e", **side), call("e")]
+    await Ingester().store(engine, [*calls, reward(0.5, episode="e")])
     text = " ".join(re.sub(r"<[^>]*>", "", await shown(console, "/overview/figures")).split())
     assert "100 % of them can be trained, not counting side calls such as titles (1)." in text
     listed = links(await shown(console, "/episodes?reason=side"))
@@ -96,6 +97,7 @@ async def test_side_call_is_shown_with_its_kind_and_left_out_of_the_trainable_sh
     page = await shown(console, link)
     assert "not trainable: side" in page
     assert "side call: compaction" in page
+    assert page.count(", a compaction") == 1
 
 
 async def test_overview_shows_live_and_held_out_rewards_with_intervals(
