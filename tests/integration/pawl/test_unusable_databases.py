@@ -1,7 +1,7 @@
 """Whatever is wrong with DATABASE_URL or its server, each command says so in one line, status 2."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,8 +68,9 @@ REFUSED = {
     "postgresql://u:{0}@h/x?nothing",
     "postgresql://u:{0}@h/x?sslmode=perhaps",
 }
+CLOSED = "postgresql://u:{0}@127.0.0.1:9/x"
 AWAY = {
-    "postgresql://u:{0}@127.0.0.1:9/x",
+    CLOSED,
     "postgresql://u:{0}@127.0.0.1:{1}/x?connect_timeout=1",
     "postgresql://u:{0}@127.0.0.1:9",
     "postgresql://u:{0}@/x?host=/nowhere",
@@ -126,23 +127,51 @@ def test_every_pawl_command_is_covered_by_the_tests_of_unusable_databases() -> N
     assert known == {*COMMANDS, *PROCESSES} | OTHERS
 
 
+@pytest.fixture
+def wrongs(
+    hanging: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """What is wrong with how commands end that have such a URL."""
+
+    def run(url: str, commands: Iterable[str]) -> list[str]:
+        monkeypatch.setenv("DATABASE_URL", url.format(SECRET, hanging))
+        # Without a URL it makes the embedded one.
+        every = [name for name in commands if url or name != "migrate"]
+        ends = [said(name, (COMMANDS | PROCESSES)[name], monkeypatch, capfd) for name in every]
+        return [one for one in ends if one]
+
+    return run
+
+
+# The settings read the URL, in the same way for all commands.
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("url", sorted(REFUSED))
-def test_every_command_refuses_an_unusable_database_url_in_a_single_line(
-    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_unusable_database_url_is_refused_in_a_single_line(
+    url: str, wrongs: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.setenv("DATABASE_URL", url.format(SECRET))
-    every = (COMMANDS | PROCESSES).items()
-    assert [one for name, args in every if (one := said(name, args, monkeypatch, capfd))] == []
+    assert wrongs(url, ["keys list", *PROCESSES]) == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("alone")
+def test_every_command_refuses_an_unusable_database_url_in_a_single_line(
+    wrongs: Callable[..., list[str]],
+) -> None:
+    assert wrongs("postgresql://u:{0}@h..h/x", COMMANDS | PROCESSES) == []
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("url", sorted(AWAY))
-def test_every_command_reports_an_absent_database_in_a_single_line(
-    url: str, hanging: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_absent_database_is_reported_in_a_single_line(
+    url: str, wrongs: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.setenv("DATABASE_URL", url.format(SECRET, hanging))
-    # Without a URL it makes the embedded one.
-    every = [one for one in COMMANDS.items() if url or one[0] != "migrate"]
-    assert [one for name, args in every if (one := said(name, args, monkeypatch, capfd))] == []
+    assert wrongs(url, ["keys list", "judge", "export", "migrate"]) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("url", [CLOSED, ""], ids=["a server", "the embedded one"])
+def test_every_command_reports_an_absent_database_in_a_single_line(
+    url: str, wrongs: Callable[..., list[str]]
+) -> None:
+    assert wrongs(url, COMMANDS) == []
