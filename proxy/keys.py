@@ -37,7 +37,7 @@ from proxy.settings import Access
 from proxy.spool.folders import PRIVATE
 from store.browsers import why_foreign
 from store.files import atomic_folder, sync, write_private
-from store.grants import ID_BYTES, MARK, Grant, KeyRing, Scope, hash_of_key
+from store.grants import ID_BYTES, KEY_PREFIX, Grant, KeyRing, Scope, hash_of_key
 
 log = structlog.get_logger()
 
@@ -270,7 +270,7 @@ UNSEEN: Final = KeyRing(made=False, seen=False)
 # Identifies one content of the file: time of change and inode, or a word where there is no file.
 Mark = tuple[int, int] | str
 
-_ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
+_ID: Final = slice(len(KEY_PREFIX), len(KEY_PREFIX) + 2 * ID_BYTES)
 # Compared with keys of an unknown id: no key has this hash.
 _NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
 # An id that is always in the table, for `_NOBODY`, and an id that never is; no key has either.
@@ -358,7 +358,7 @@ class KeyChecker:
         """
         shown = credentials_in(exchange.headers)
         credential = shown.credential
-        if credential is not None and (self._needs_key or credential.startswith(MARK)):
+        if credential is not None and (self._needs_key or credential.startswith(KEY_PREFIX)):
             exchange.headers = without_credentials(exchange.headers, shown)
         local = not self._needs_key and exchange.local
         grant = self.check(shown, scope, (exchange.method, exchange.headers), local=local)
@@ -498,7 +498,7 @@ def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
 def _key_in_header(pair: tuple[bytes, bytes]) -> bytes:
     """Return the value of a header if it looks like a key of Pawl, else empty bytes."""
     value = _without_bearer(pair[1])
-    return value if value.startswith(MARK) else b""
+    return value if value.startswith(KEY_PREFIX) else b""
 
 
 def _without_bearer(value: bytes) -> bytes:

@@ -189,9 +189,9 @@ def free_slots(live: LiveCounts, slots: int) -> int:
 def needed_slots(live: LiveCounts, slots: int, together: int) -> int:
     """Return how many free slots a new version needs, if `together` policies go live together.
 
-    The first new version needs a slot for each policy: without theirs it could never go live. Once
-    a partner's version is ready, one slot is enough. The result is at most what the server can ever
-    have free.
+    The first new version needs a slot for each of these policies, as it goes live only with their
+    versions. Once a partner's version is ready, one slot is enough. The result is at most what the
+    server can ever have free.
     """
     if live.partners_ready:
         return 1
@@ -211,9 +211,9 @@ async def count_live_versions(
 ) -> LiveCounts:
     """Count the versions that need a slot of the model server of `policy`.
 
-    `together` are the policies that go live with this one. `known` are the configured policies
-    (None: all). For another policy, serving, ready and held versions count only if it was called
-    lately.
+    `together` are the policies that go live with this one. `known` are the configured policies.
+    Serving, ready and held versions of other policies count only if the policy was called in the
+    last `RESERVED_S` seconds (`known` None: they always count).
     """
     values = {
         "policy": policy,
@@ -224,10 +224,10 @@ async def count_live_versions(
 
 
 async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
-    """Return the versions that the model server of `policy` (None: any) keeps only for episodes.
+    """Return the versions that the model server of `policy` keeps only for episodes.
 
-    Versions without an episode under way come first; among equals, those that lost the traffic
-    first.
+    With None, those of all servers. Versions without an episode under way come first; among
+    equals, those that lost the traffic longest ago.
     """
     since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
     rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
@@ -237,7 +237,7 @@ async def kept_versions(connection: AsyncConnection, policy: str | None) -> list
 async def unload_kept(
     connection: AsyncConnection, versions: Iterable[KeptVersion], why: str, actor: Actor
 ) -> None:
-    """Unload these versions; episodes that still use them go on with the serving version."""
+    """Unload `versions`; episodes that still use one go on with the serving version."""
     # Sorted by policy, because each policy is locked: no deadlocks.
     for kept in sorted(versions, key=lambda version: version.name):
         used = ", although episodes that use it are under way" if kept.is_under_way else ""
@@ -247,7 +247,7 @@ async def unload_kept(
 async def unload_unused_versions(
     connection: AsyncConnection, policy: str | None, actor: Actor
 ) -> None:
-    """Unload versions without an episode under way from the server of `policy` (None: any)."""
+    """Unload the `kept_versions` that no episode under way uses (`policy` None: of all servers)."""
     kept = await kept_versions(connection, policy)
     unused = [version for version in kept if not version.is_under_way]
     await unload_kept(connection, unused, "no episode that uses it is under way", actor)

@@ -275,7 +275,7 @@ async def lock_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> Non
 async def lock_free_episodes(
     connection: AsyncConnection, policy: str, ids: Sequence[UUID]
 ) -> set[UUID]:
-    """Lock these episodes, and return those that no update of `policy` has claimed."""
+    """Lock these episodes, and return those that `policy` may claim and has not claimed."""
     await lock_episodes(connection, ids)
     values = {"policy": policy, "ids": list(ids)}
     return set((await connection.execute(_FREE, values)).scalars())
@@ -377,8 +377,8 @@ async def _exclusions(connection: AsyncConnection, policy: str, untrusted: Seque
 async def exclude_after_fault(connection: AsyncConnection, policy: str) -> int:
     """Keep updates from claiming episodes that a model server's past fault may have spoilt.
 
-    They began before now, and had a call since the last sound claim: that of the last update whose
-    version went live. Return how many of these episodes no update has claimed yet.
+    Such an episode began before now, and had a call after the claim of the last update whose
+    version went live. Return how many unclaimed episodes are excluded, for earlier faults too.
     """
     now = (await connection.execute(text("SELECT now()"))).scalar_one()
     await connection.execute(_ADD_FAULT_TIME, {"policy": policy, "began_before": lowest_id_at(now)})
@@ -386,7 +386,7 @@ async def exclude_after_fault(connection: AsyncConnection, policy: str) -> int:
 
 
 async def rolled_back_episodes(connection: AsyncConnection, policy: str, most: int) -> list[UUID]:
-    """Return up to `most` free episodes with a call of a version that was rolled back."""
+    """Return up to `most` unclaimed episodes with a call of a version that was rolled back."""
     values: dict[str, Any] = {"policy": policy, "most": most}
     if not await connection.scalar(_HAD_ROLL_BACKS, values):
         return []

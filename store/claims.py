@@ -187,8 +187,8 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     )
 
 
-async def episodes_of_update(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
-    """Return the episodes that `load_claim` reads; none if there is no such update."""
+async def episodes_of_claim(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
+    """Return the ids of the episodes that `load_claim` reads; [] if there is no such update."""
     query = select(updates).where(updates.c.id == update_id)
     update_row = (await connection.execute(query)).first()
     task_of, earlier_of = await _members(connection, update_row) if update_row else ({}, {})
@@ -507,7 +507,8 @@ async def oldest_trainable_version(
     """Return the lowest version whose episodes an update from version `parent` may train on.
 
     Staleness counts the versions that had traffic and were neither rolled back nor ended, and with
-    `parent_serves` also the parent, which is about to get traffic.
+    `parent_serves` also the parent, which is about to get traffic. Without `max_staleness` (None),
+    return 0.
     """
     if max_staleness is None:
         return 0
@@ -523,10 +524,10 @@ async def oldest_trainable_version(
 async def expire_episodes(
     connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Consume untrained up to `MOST_EXPIRED` stale or rolled-back episodes; count by reason.
+    """Consume up to `MOST_EXPIRED` stale or rolled-back episodes untrained.
 
     A stale episode that may fill a group is left until `rule.max_age_s` seconds after its last call
-    and its reward.
+    and its reward. Return the number of consumed episodes by reason.
     """
     oldest = await oldest_trainable_version(connection, rule.policy, parent, rule.max_staleness)
     rolled_back = await rolled_back_episodes(connection, rule.policy, MOST_EXPIRED)
@@ -553,10 +554,10 @@ async def consume_unclaimed(
     *,
     oldest: int = 0,
 ) -> dict[str, int]:
-    """Consume untrained the free episodes that `reasons` maps to why; return the count by reason.
+    """Consume unclaimed episodes untrained; `reasons` maps each to the reason why.
 
-    The caller has locked them. A new update from version `parent`, in state `expired`, records
-    them.
+    The caller has locked them. They are recorded with a new update from version `parent`, in state
+    `expired`. Return the number of episodes by reason.
     """
     counted = dict(Counter(reasons.values()))
     if not counted:

@@ -38,7 +38,7 @@ def make_engine(
     """Make an engine for `database_url`; it connects on first use.
 
     It keeps `pool_size` connections, and opens up to `max_overflow` more while these are in use. A
-    statement may take `limit_s` seconds, and waiting for a connection `wait_s`.
+    statement may take `limit_s` seconds (None: any time), and waiting for a connection `wait_s`.
 
     Raises:
         StoreError: see `read_url`.
@@ -145,7 +145,7 @@ def is_deadlock(error: BaseException) -> bool:
 
 
 def explain_error(error: BaseException) -> str:
-    """Return the message of PostgreSQL or its driver, with a remedy, in one line."""
+    """Return the message of PostgreSQL or its driver in one line, with the remedy if known."""
     error = _driver_error(error)
     silence = "it does not answer in time" if isinstance(error, TimeoutError) else ""
     reason = " ".join(str(error).split()) or silence or type(error).__name__

@@ -23,7 +23,7 @@ Connect = Callable[[], Awaitable[Driver]]
 def connector(database_url: str, limit_s: float | None = STATEMENT_TIMEOUT_S) -> Connect:
     """Return a function that connects to `database_url`, trying its hosts in order like libpq.
 
-    A statement may take `limit_s` seconds.
+    A statement may take `limit_s` seconds (None: any time).
 
     Raises:
         StoreError: see `read_url`.

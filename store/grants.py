@@ -7,19 +7,19 @@ from typing import Final, Literal
 from store.records import Record
 from store.tenants import DEFAULT
 
-MARK: Final = b"pawl_"
+KEY_PREFIX: Final = b"pawl_"
 ID_BYTES: Final = 8
 
 Scope = Literal["infer", "feedback", "read", "train", "admin"]
 # What a key with the scope may be used for.
-ALLOWED: Final[Mapping[Scope, str]] = {
+SCOPE_USES: Final[Mapping[Scope, str]] = {
     "infer": "calls",
     "feedback": "feedback",
     "read": "metrics, the console",
     "train": "moving traffic in the console",
     "admin": "the account at the provider, all tenants in the console",
 }
-SCOPES: Final[tuple[Scope, ...]] = tuple(ALLOWED)
+SCOPES: Final[tuple[Scope, ...]] = tuple(SCOPE_USES)
 
 
 class Limits(Record, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.ids import lowest_id_at, time_of
 from store.read.episodes import is_of_tenant
-from store.read.lines import QUIET
+from store.read.lines import QUIET_PERIOD
 from store.records import Record
 from store.schema.tables import episode_policies, episodes, feedback, judgements
 from store.selecting import Selection, selection_query
@@ -33,8 +33,8 @@ COMPARED_WITHIN: Final = timedelta(days=1)
 class AwaitingEpisode(Record, frozen=True, kw_only=True):
     """An episode that waits for a judge.
 
-    `outcome` is that of the judge's last try (None: there was none), and `times` the number of
-    tries in a row that ended so since the episode's last call.
+    `outcome` is that of the judge's last try (None: there was none), and `times` how often in a
+    row the judge tried since the episode's last call, each time with this outcome.
     """
 
     episode_id: UUID
@@ -73,7 +73,8 @@ async def episodes_awaiting_judge(
     An episode waits if it has no score, or only opinions, and a policy may still claim it; or if it
     has no score, and no policy to claim it. To measure the judge, the share `compared` (0 to 1) of
     the last day's episodes with a fact waits, too. Left out are quarantined episodes, those with a
-    call since `quiet_since`, those that `judge` has scored, and those it is to retry after `now`.
+    call since `quiet_since`, those that `judge` has scored, and those that it could not score and
+    is to retry only after `now` or a further call.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -214,19 +215,19 @@ async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
 # Why an episode is shown to a person.
 ReviewReason = Literal["unscored", "disagreeing", "uncertain"]
 # Prefix of the idempotency keys of scores that a person gave in the console.
-REVIEWED: Final = "review-"
+REVIEW_KEY_PREFIX: Final = "review-"
 # A metric, 0 to 1, that a judge may state beside its score. Below UNSURE_BELOW the judge is unsure.
-CONFIDENCE: Final = "confidence"
+CONFIDENCE_METRIC: Final = "confidence"
 UNSURE_BELOW: Final = 0.5
 # Two scores of an episode disagree if they differ by more than this share of the metric's range.
 DISAGREEING_SHARE: Final = 0.25
 # How many statements are read: the newest of all feedback.
-NEWEST: Final = 20_000
+MOST_STATEMENTS: Final = 20_000
 # `source` is the judge, or the API key that a fact came with.
 _STATEMENTS: Final = f"""
     SELECT f.episode_id, f.metric, f.value, COALESCE(f.call_id, f.episode_id) AS about, f.at,
         COALESCE(f.source, r.api_key, '') AS source
-    FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {NEWEST}) f
+    FROM (SELECT * FROM feedback ORDER BY id DESC LIMIT {MOST_STATEMENTS}) f
     JOIN feedback_requests r ON r.id = f.request_id WHERE f.episode_id IS NOT NULL
 """
 _NEEDS_REVIEW_IF: Final[Mapping[ReviewReason, str]] = {
@@ -244,7 +245,7 @@ _NEEDS_REVIEW_IF: Final[Mapping[ReviewReason, str]] = {
             SELECT FROM judgements j WHERE j.episode_id = p.episode_id
                 AND (j.outcome = 'cannot_tell' OR j.outcome = 'failed' AND j.due_at IS NULL))
         OR p.episode_id IN (SELECT episode_id FROM ({_STATEMENTS}) said
-            WHERE metric = '{CONFIDENCE}' AND value < {UNSURE_BELOW}))""",
+            WHERE metric = '{CONFIDENCE_METRIC}' AND value < {UNSURE_BELOW}))""",
 }
 _QUEUE: Final = """
     SELECT p.episode_id, e.key, p.task, p.version, p.reward, p.last_call_at
@@ -312,10 +313,10 @@ async def review_queue(
     """
     values = {
         "policy": policy,
-        "quiet_s": QUIET.total_seconds(),
+        "quiet_s": QUIET_PERIOD.total_seconds(),
         "metrics": [scale.metric for scale in scales],
         "apart": [DISAGREEING_SHARE * (scale.high - scale.low) for scale in scales],
-        "reviewed": scoped(tenant, REVIEWED),
+        "reviewed": scoped(tenant, REVIEW_KEY_PREFIX),
         "before": before,
         "until": until,
         "most": most,

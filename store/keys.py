@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import BadKey, UnknownKey
 from store.grants import (
     ID_BYTES,
-    MARK,
+    KEY_PREFIX,
     NO_LIMITS,
     SCOPES,
     Grant,
@@ -64,12 +64,12 @@ _COLUMNS: Final = tuple(api_keys.c[name] for name in ApiKey.__struct_fields__)
 def new_secret() -> tuple[str, str]:
     """Return a new key's public id, and the whole key."""
     key_id = secrets.token_hex(ID_BYTES)
-    return key_id, f"{MARK.decode()}{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
+    return key_id, f"{KEY_PREFIX.decode()}{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
 def id_in_key(key: str) -> str:
     """Return the public id in a key."""
-    return key[len(MARK) : len(MARK) + 2 * ID_BYTES]
+    return key[len(KEY_PREFIX) : len(KEY_PREFIX) + 2 * ID_BYTES]
 
 
 def check_name(name: str) -> str:
@@ -179,12 +179,12 @@ async def revoke_key(
 
 
 async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
-    """Return the tenant of an API key; the default tenant without a key, or if it is not Pawl's.
+    """Return the tenant of an API key; the default tenant for None and for a key not of Pawl's.
 
     Raises:
         UnknownKey: the key is wrong or was revoked.
     """
-    if key is None or not key.startswith(MARK.decode()):
+    if key is None or not key.startswith(KEY_PREFIX.decode()):
         return DEFAULT
     query = select(api_keys.c.tenant).where(
         api_keys.c.id == id_in_key(key),
@@ -203,8 +203,8 @@ async def tenant_of_key(connection: AsyncConnection, key: str | None) -> str:
 async def key_ring(connection: AsyncConnection, hash_: bytes | None = None) -> KeyRing:
     """Return the grants of the keys that are not revoked, and whether a key was ever made.
 
-    With `hash_`, only the key with this hash and the first key are read: the first tells whether
-    one was ever made.
+    With `hash_`, the only keys read are the one with this hash, and the oldest, which shows that
+    a key was made.
     """
     query = select(*_COLUMNS, api_keys.c.hash).order_by(api_keys.c.id)
     if hash_ is not None:

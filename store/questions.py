@@ -110,14 +110,14 @@ async def pinned_episodes(driver: Driver, most: int) -> list[tuple[str, str, int
     """Return (policy, episode key, version) of the last day's episodes that later calls may join.
 
     The newest episodes come first, at most `most`. The version is the newest that served the
-    episode, which may have had to leave its first. A part of a joined episode has the version of
-    the whole.
+    episode: its first may have been unloaded. A part of a joined episode has the version of the
+    whole.
     """
     rows = await driver.fetch(_PINNED, most)
     return [(row["policy"], row["key"], row["latest"]) for row in rows]
 
 
 async def pinned_version(driver: Driver, policy: str, episode: str) -> int | None:
-    """Return the version of `policy` that an episode keeps; None if the policy served no call."""
+    """Return the version of `policy` that an episode keeps; None if no call of it was served."""
     version: int | None = await driver.fetchval(_PINNED_VERSION, episode, policy)
     return version

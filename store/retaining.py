@@ -30,7 +30,7 @@ from store.tombstones import DELETED_PREFIX, forget_matched
 RETAIN_LOCK: Final = 0x5041574F
 PENDING_LOCK: Final = 0x50415750
 # Most episodes, statements or requests that one transaction removes.
-AT_ONCE: Final = 200
+MOST_AT_ONCE: Final = 200
 # Most statements of a tenant that may wait for their target.
 MOST_PENDING: Final = 100_000
 # Why an update is abandoned.
@@ -144,9 +144,9 @@ class _Step(NamedTuple):
 async def remove_pending(engine: AsyncEngine, days: int) -> int:
     """Remove some statements that have waited too long for their target, or are too many.
 
-    They are older than `days` days, or their tenant has `MOST_PENDING` newer ones that wait, too.
-    Feedback requests left empty are also removed. Return how many statements were removed: 0 if
-    none is left, or if another process is removing them.
+    A statement is removed once it is older than `days` days, or its tenant has `MOST_PENDING` newer
+    ones that wait, too; so are feedback requests left empty. Return how many statements were
+    removed: 0 if none is left to remove, or if another process is removing them.
     """
     async with engine.begin() as connection:
         driver = await driver_of(connection)
@@ -154,7 +154,7 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
             return 0
         # The earlier of two clocks: one that is a month ahead must not drop all statements.
         now = min(datetime.now(UTC), await driver.fetchval("SELECT now()"))
-        limits = MOST_PENDING, now - timedelta(days=days), AT_ONCE
+        limits = MOST_PENDING, now - timedelta(days=days), MOST_AT_ONCE
         gone = await driver.fetch(_PENDING.format(table="feedback", key="request_id"), *limits)
         requests = [row[0] for row in gone]
         await driver.execute(f"DELETE FROM feedback_requests r WHERE {_EMPTY}", requests)
@@ -163,10 +163,10 @@ async def remove_pending(engine: AsyncEngine, days: int) -> int:
 
 
 async def remove_some(engine: AsyncEngine, before: date, after: UUID = LOWEST_ID) -> Removed | None:
-    """Remove some records older than the day `before`; return None once nothing is left.
+    """Take one step of removing records older than the day `before`; return what it removed.
 
-    Return None, too, if another process is removing records. Earlier steps have examined the
-    episodes up to `after`.
+    Return None if nothing is left, or if another process is removing records. Earlier steps have
+    examined the episodes up to `after`.
 
     Raises:
         asyncpg.LockNotAvailableError: readers kept a day from being dropped; try again later.
@@ -206,7 +206,7 @@ async def _record_last_removed_day(step: _Step) -> Removed | None:
 
 async def _remove_outdated(step: _Step) -> Removed | None:
     driver = step.driver
-    rows = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, AT_ONCE)
+    rows = await driver.fetch(_SOME_OUTDATED, step.first_id, step.after, MOST_AT_ONCE)
     if not rows:
         return None
     outdated = [row[0] for row in rows]
@@ -241,7 +241,7 @@ async def _quarantine_or_drop_day(step: _Step) -> Removed | None:
     if partition is None:
         return None
     query = _TO_QUARANTINE.format(partition=partition)
-    ids = [row[0] for row in await driver.fetch(query, AT_ONCE)]
+    ids = [row[0] for row in await driver.fetch(query, MOST_AT_ONCE)]
     if not ids:
         return await _drop_day(step, partition)
     await keep_writers_out(driver)
@@ -270,9 +270,9 @@ async def _remove_unmatched(step: _Step) -> Removed | None:
     """Remove outdated statements without a stored target, and empty feedback requests."""
     driver, at = step.driver, _midnight(step.before)
     done = [
-        await driver.execute(_STRAY.format(table=table), at, AT_ONCE)
+        await driver.execute(_STRAY.format(table=table), at, MOST_AT_ONCE)
         for table in ("feedback", "tool_events")
     ]
-    done.append(await driver.execute(_REQUESTS, step.first_id, at, AT_ONCE))
+    done.append(await driver.execute(_REQUESTS, step.first_id, at, MOST_AT_ONCE))
     removed = sum(int(status.rpartition(" ")[2]) for status in done)
     return Removed(statements=removed, last=step.after) if removed else None

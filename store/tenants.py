@@ -73,7 +73,7 @@ _NUMBER: Final = re.compile(r"[\W_]*\d+$")
 
 
 def task_family(task: str | None) -> str:
-    """Return the name of a task's family, whose episodes are compared with each other.
+    """Return the name of a task's family, whose episodes share a moving baseline.
 
     It is the part before the first `/` or `:`, or, where there is neither, the name without
     the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.

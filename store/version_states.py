@@ -1,7 +1,7 @@
 """Change the states of policy versions; no other module does.
 
-`ALLOWED` is the table of transitions. `change_state` makes one transition, and `roll_back` several
-in one statement; both add the events in the same statement, so that every change has its reason
+`change_state` makes one of the `ALLOWED_TRANSITIONS`, and `roll_back` several in one statement;
+both add the events in the same statement, so that every change has its reason
 (docs/decisions/077-states-events-and-arms.md). The other functions use these two to move traffic in
 the caller's transaction. They lock the policy first (`lock_policies`), so that only one controller,
 trainer or operator moves traffic at a time.
@@ -32,7 +32,7 @@ from store.versions import (
 
 # The states that each state may become. A version begins `written`; the base model begins, and may
 # end, `serving`. A version that fails is `rejected` if it had no traffic yet, else `rolled_back`.
-ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
+ALLOWED_TRANSITIONS: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "written": frozenset({"loaded", "retired", "rejected"}),
     # The servers have it, and it was probed.
     "loaded": frozenset({"canary", "serving", "retired", "rejected"}),
@@ -43,7 +43,7 @@ ALLOWED: Final[Mapping[PolicyState, frozenset[PolicyState]]] = {
     "rejected": frozenset(),
     "rolled_back": frozenset(),
 }
-WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
+STATES_WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "loaded")
 
 _INSERT_EVENT: Final = """INSERT INTO policy_events
         (id, name, version, from_state, to_state, reason, actor, evidence, at)"""
@@ -129,7 +129,7 @@ _UNLOAD: Final = text(
 )
 # The database ends a transaction that has locked a policy and is idle for this long: its process
 # may have been stopped, or its machine cut off.
-IDLE_S: Final = 120.0
+IDLE_TRANSACTION_S: Final = 120.0
 _LOCK: Final = text(
     "SELECT name FROM policies, set_config('idle_in_transaction_session_timeout', :idle, true)"
     " WHERE version = 0 AND name = ANY(CAST(:names AS text[]))"
@@ -211,8 +211,8 @@ async def change_state(
     already is not changed, and gets no event.
 
     Raises:
-        StateChanged: the version has another state by now, `ALLOWED` does not have the transition,
-            or an unloaded version was to serve; nothing was written.
+        StateChanged: the version has another state by now, the transition is not one of
+            `ALLOWED_TRANSITIONS`, or an unloaded version was to serve; nothing was written.
         RolledBack: the version was rolled back, or ended, so it cannot have that state any more.
     """
     if to == version.state:
@@ -234,8 +234,8 @@ def _check_allowed(version: PolicyVersion, to: PolicyState, reason: str) -> None
             f" started again, so it cannot become {to!r}: this is final; import its adapter as a"
             " new version"
         )
-    if to not in ALLOWED[version.state]:
-        may_become = ", ".join(sorted(ALLOWED[version.state])) or "nothing"
+    if to not in ALLOWED_TRANSITIONS[version.state]:
+        may_become = ", ".join(sorted(ALLOWED_TRANSITIONS[version.state])) or "nothing"
         raise StateChanged(
             f"{version.name}@{version.version} is {version.state!r}, and cannot become {to!r}"
             f" ({reason}); it can become {may_become}"
@@ -290,7 +290,7 @@ async def lock_policies(connection: AsyncConnection, names: Sequence[str]) -> No
 
     Reads after this see all earlier moves.
     """
-    await connection.execute(_LOCK, {"names": sorted(names), "idle": f"{IDLE_S:g}s"})
+    await connection.execute(_LOCK, {"names": sorted(names), "idle": f"{IDLE_TRANSACTION_S:g}s"})
 
 
 async def lock_version(connection: AsyncConnection, name: str, version: int) -> PolicyVersion:
@@ -379,9 +379,9 @@ async def make_loaded(
 ) -> None:
     """Move `version`, which every server has, to state `loaded`, and store its `rule`.
 
-    By this rule it is decided about. Older versions that still wait for traffic are retired, as
-    this version descends from them. But the oldest stays while it is evaluated or awaits approval:
-    otherwise no such decision would ever be made while new versions come quickly.
+    The gate follows this rule. Older versions that still wait for traffic are retired, as this
+    version descends from them. But the oldest stays if it is to be evaluated or approved: otherwise
+    no such decision would ever be made while new versions come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -390,7 +390,7 @@ async def make_loaded(
     await lock_policies(connection, [name])
     new = await lock_version(connection, name, version)
     decided_about = await connection.scalar(_DECIDED_ABOUT, {"name": name})
-    for older in await versions_in_states(connection, name, *WITHOUT_TRAFFIC):
+    for older in await versions_in_states(connection, name, *STATES_WITHOUT_TRAFFIC):
         if older.version < version and older.version != decided_about:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
@@ -460,7 +460,7 @@ async def promote(
         await _set_columns(connection, name, version, frozen_at=func.clock_timestamp())
         await add_event(connection, name, version, "serving", **why | {"reason": held})
     overtaken = f"{new.served_name} serves, and is newer"
-    for older in await versions_in_states(connection, name, *WITHOUT_TRAFFIC, "canary"):
+    for older in await versions_in_states(connection, name, *STATES_WITHOUT_TRAFFIC, "canary"):
         if older.version < version:
             await change_state(connection, older, "retired", reason=overtaken, actor=why["actor"])
     if why["actor"] == "operator":

@@ -16,7 +16,7 @@ from pawl.commands.common import (
     with_flags,
     write_lines,
 )
-from store.grants import ALLOWED
+from store.grants import SCOPE_USES
 from store.records import Record
 from store.tenants import DEFAULT
 
@@ -41,7 +41,7 @@ class KeyFlags(Record, frozen=True, kw_only=True):
         str,
         typer.Option(
             help="What it may be used for, comma-separated: "
-            + "; ".join(f"{scope} ({allowed})" for scope, allowed in ALLOWED.items())
+            + "; ".join(f"{scope} ({allowed})" for scope, allowed in SCOPE_USES.items())
             + "."
         ),
     ] = "infer,feedback"

@@ -43,7 +43,7 @@ from proxy.keys import KeyChecker, ShownCredentials, credentials_in
 from store.admin_port import explain_listen_failure
 from store.browsers import why_foreign
 from store.database import explain_error, is_bad_value, is_too_slow, prevents_all_storing
-from store.grants import MARK, SCOPES, hash_of_key
+from store.grants import KEY_PREFIX, SCOPES, hash_of_key
 from store.keys import key_ring
 from store.settings import parse_address
 from store.tenants import DEFAULT
@@ -248,7 +248,7 @@ class Guard:
         shown = credentials_in(headers)
         key = shown.credential
         # The `Authorization` of a browser may be the password for a proxy in front of the console.
-        if key is None or not key.startswith(MARK):
+        if key is None or not key.startswith(KEY_PREFIX):
             key = request.cookies.get(COOKIE, "").encode() or key
         relayed = shown.relayed or any(name.startswith(b"x-forwarded-") for name, _ in headers)
         local = is_loopback(request.scope.get("client")) and not relayed

@@ -21,7 +21,14 @@ from pawl.console.versions import chosen_policy
 from pawl.judging.answers import Away, Statement
 from pawl.judging.feedback import TAKEN, feedback_url, post_once
 from store.errors import Damaged
-from store.judging import REVIEWED, ReviewReason, Scale, key_to_review, review_queue, scales_of
+from store.judging import (
+    REVIEW_KEY_PREFIX,
+    ReviewReason,
+    Scale,
+    key_to_review,
+    review_queue,
+    scales_of,
+)
 from store.read.detail import episode_detail
 from store.tenants import DEFAULT
 
@@ -166,7 +173,7 @@ async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Re
     try:
         async with aiohttp.ClientSession() as session:
             status, answer = await post_once(
-                session, url, statements, REVIEWED + once[:64], credentials
+                session, url, statements, REVIEW_KEY_PREFIX + once[:64], credentials
             )
     except Away as error:
         raise Refusal(

@@ -19,7 +19,7 @@ from pawl.controller.own_past import PAST
 from pawl.controller.replicas import PROXY_REFRESH_S
 from store.ids import lowest_id_at, time_of
 from store.read.gates import (
-    SKEW,
+    CLOCK_SKEW,
     ArmEpisode,
     arm_episodes,
     begun_episodes,
@@ -93,7 +93,7 @@ class Evidence:
 
         `given` has the versions of each arm. Reads at least one time span, and stops after READ_S.
         """
-        until, clock = now - SKEW - STORED_AFTER, asyncio.get_running_loop().time
+        until, clock = now - CLOCK_SKEW - STORED_AFTER, asyncio.get_running_loop().time
         stop_at = clock() + READ_S
         if self._at is None:
             an_hour = max(await episodes_per_hour(connection, self._policy), 1.0)

@@ -38,12 +38,12 @@ from store.policy_table import PolicyTable, open_policies
 from store.read.agreement import agreements
 from store.read.gates import read_gated_policy
 from store.read.health import (
+    BegunPolicy,
     CallCount,
-    TendedPolicy,
+    begun_policies,
     episode_counts,
     newest_calls,
     recently_changed_versions,
-    tended_policies,
     unmatched_feedback,
 )
 from store.version_queries import list_servable
@@ -251,7 +251,7 @@ async def _read_facts(
     known = None if table is None else [spec.name for spec in trained]
     async with engine.connect() as connection:
         calls = await newest_calls(connection, now, tenant)
-        begun = await tended_policies(connection, tenant)
+        begun = await begun_policies(connection, tenant)
         names = {about.name for about in begun}
         unbegun = [
             spec.name
@@ -281,11 +281,11 @@ async def _read_facts(
 
 
 def _policies_to_train(
-    begun: Sequence[TendedPolicy],
+    begun: Sequence[BegunPolicy],
     known: Sequence[str] | None,
     chosen: str | None,
     calls: Sequence[CallCount],
-) -> list[TendedPolicy]:
+) -> list[BegunPolicy]:
     """Return the policies to train: those of the file, or without a file, those in use.
 
     Without a file, every model that was ever trained is a policy: those that are no longer called,

@@ -10,7 +10,7 @@ from store.adapter_slots import KeptVersion, LiveCounts
 from store.claim_query import ClaimRule
 from store.read.agreement import Agreement
 from store.read.gates import GatedPolicy
-from store.read.health import CallCount, EpisodeCounts, TendedPolicy, UnmatchedFeedback
+from store.read.health import BegunPolicy, CallCount, EpisodeCounts, UnmatchedFeedback
 from store.records import Record
 from store.versions import PolicyEvent, PolicyVersion
 from trainer.recipes.recipe import Recipe
@@ -97,7 +97,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     person. `judges` are the judges whose scores count as rewards.
     """
 
-    about: TendedPolicy
+    about: BegunPolicy
     recipe: Recipe | None = None
     rule: ClaimRule | None = None
     counts: EpisodeCounts = EpisodeCounts()

@@ -15,7 +15,7 @@ from pawl.doctor.facts import Facts, PolicyFacts
 from pawl.doctor.outlook import outlook_of
 from store.link.joins import AMBIGUOUS_MATCH, DOUBTFUL_CALL, DOUBTFUL_NEED
 from store.link.outages import IN_OUTAGE, LOST_CALL
-from store.read.agreement import FEWEST, LEAST_AGREEMENT
+from store.read.agreement import FEWEST_COMPARED, LEAST_AGREEMENT
 from store.tenants import bare
 from trainer.updates.training_warnings import MOST_UNTRAINED
 
@@ -141,8 +141,8 @@ def unreliable_judges(_: Facts, policy: PolicyFacts) -> Finding | None:
         return Finding(
             title=f"{judge} is unmeasured, and its rewards count in full: {one.compared} of"
             " them are about an episode that has a factual reward, too",
-            figures=figures | {"needed": FEWEST},
-            remedy=f"POST rewards for {FEWEST} episodes, good ones and bad ones, and keep"
+            figures=figures | {"needed": FEWEST_COMPARED},
+            remedy=f"POST rewards for {FEWEST_COMPARED} episodes, good ones and bad ones, and keep"
             " `pawl judge` at work (--compare)",
             needs_person=False,
         )

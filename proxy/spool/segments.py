@@ -37,7 +37,7 @@ from store.records import (
 )
 
 MAGIC: Final = b"\xf7PW\xfe"
-MARK: Final = os.urandom(8)
+PROCESS_MARK: Final = os.urandom(8)
 _HEAD: Final = struct.Struct("<12sIIII")
 HEAD_BYTES: Final = _HEAD.size
 _CHECK: Final = struct.Struct("<I")
@@ -140,7 +140,7 @@ def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
     return inflated
 
 
-_SYNC: Final = MAGIC + MARK
+_SYNC: Final = MAGIC + PROCESS_MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
 # msgspec cannot decode a union of array-like structs and map-like structs.

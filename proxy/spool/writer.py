@@ -22,7 +22,7 @@ import structlog
 
 from proxy.spool.folders import OPEN, SEALED, WorkerFolder
 from proxy.spool.outages import OutageFile
-from proxy.spool.segments import MARK
+from proxy.spool.segments import PROCESS_MARK
 from store.files import sync
 from store.ids import new_id
 
@@ -41,7 +41,7 @@ class SegmentFile:
         Raises:
             OSError: the disk refuses it; the file is deleted if possible.
         """
-        self.path = folder / f"{new_id()}_{MARK.hex()}{OPEN}"
+        self.path = folder / f"{new_id()}_{PROCESS_MARK.hex()}{OPEN}"
         self.size = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:

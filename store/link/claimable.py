@@ -138,7 +138,10 @@ async def score_metric_sums(driver: Driver, ids: Iterable[UUID]) -> None:
 
 
 async def count_late_feedback(driver: Driver, feedback: list[UUID]) -> dict[str, int]:
-    """Count, by policy, these statements that came after an update had claimed their episode."""
+    """Count, by policy, the rewards in `feedback` that came too late to be trained on.
+
+    A reward is too late once an update that trains on its episode has claimed it.
+    """
     return {row[0]: row[1] for row in await driver.fetch(_COUNT_LATE, feedback)}
 
 
@@ -350,7 +353,7 @@ async def _wholes_of_parts(driver: Driver, ids: list[UUID]) -> list[UUID]:
 
 
 async def refresh_policy_rows(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
-    """Copy these episodes' facts into their rows in `episode_policies`; sum their metrics."""
+    """Copy these episodes' facts into their `episode_policies` rows; recompute summed rewards."""
     driver, wanted = await driver_of(connection), list(ids)
     await driver.execute(_REFRESH, wanted)
     await score_metric_sums(driver, wanted)

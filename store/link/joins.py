@@ -52,7 +52,10 @@ class EpisodePart(Record, frozen=True, kw_only=True):
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """A match: episode `needed_by` needs a fingerprint that episode `provided_by` provides."""
+    """A match: episode `needed_by` needs a fingerprint that episode `provided_by` provides.
+
+    `call_id` is the call that needs it. The lower `level`, the surer the match.
+    """
 
     call_id: UUID
     level: int
@@ -61,7 +64,10 @@ class Link(Record, frozen=True, kw_only=True):
 
 
 class PartPlace(Record, frozen=True, kw_only=True):
-    """The episode `root` that a part belongs to; None if the part itself stands for the whole."""
+    """The episode `root` that a part belongs to; None if the part itself stands for the whole.
+
+    `joined_task` is the whole's task, None if it is the part's own.
+    """
 
     root: UUID | None = None
     joined_task: str | None = None

@@ -65,7 +65,7 @@ _QUARANTINE: Final = f"""
 """
 
 
-async def note_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[UUID]:
+async def store_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[UUID]:
     """Store outages in the driver's current transaction, and return their ids.
 
     A stored outage is extended if a later record of it is longer.
@@ -83,23 +83,26 @@ async def note_outages(driver: Driver, outages: Sequence[OutageRecord]) -> list[
 async def find_in_outage(
     driver: Driver, episodes: Sequence[UUID], span: Span | None
 ) -> dict[UUID, bool]:
-    """Return which of these episodes were under way in an outage and are not marked yet.
+    """Return which of `episodes` were under way in an outage and are not quarantined for it yet.
 
-    The value is whether the episode is linked to others. `span` is from the earliest first call
-    to the latest last call of the episodes, or None without episodes.
+    The dict maps each to whether it is linked to other episodes. `span` is from the earliest first
+    call to the latest last call of `episodes`, or None if there are none.
     """
     rows = [] if span is None else await driver.fetch(EPISODES_IN_OUTAGE, episodes, *span)
     return {row[0]: row[1] for row in rows}
 
 
 async def find_under_way(driver: Driver, outages: Sequence[UUID]) -> dict[UUID, bool]:
-    """Return at most `MOST_QUARANTINED` unmarked episodes of these outages, as `find_in_outage`."""
+    """Return at most `MOST_QUARANTINED` episodes that were under way in one of `outages`.
+
+    The result is like that of `find_in_outage`.
+    """
     return {
         row[0]: row[1] for row in await driver.fetch(_SOME_UNDER_WAY, outages, MOST_QUARANTINED)
     }
 
 
-async def mark_doubtful(driver: Driver, episodes: Sequence[UUID]) -> None:
+async def quarantine_for_outage(driver: Driver, episodes: Sequence[UUID]) -> None:
     """Quarantine these episodes because of an outage; the caller holds locks on their rows."""
     await driver.execute(_QUARANTINE, episodes)
 
@@ -120,7 +123,7 @@ _MARK_GAPS = f"""
 """
 
 
-async def mark_gaps(driver: Driver, gaps: Sequence[GapRecord]) -> list[UUID]:
+async def quarantine_for_gaps(driver: Driver, gaps: Sequence[GapRecord]) -> list[UUID]:
     """Exclude the episodes that lost a call from training, in the driver's current transaction.
 
     Return the ids of those that are linked to other episodes, which have to be excluded, too.

@@ -26,7 +26,7 @@ from store.link.outages import (
     Span,
     find_in_outage,
     find_under_way,
-    mark_doubtful,
+    quarantine_for_outage,
 )
 from store.questions import Target, stored_targets
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
@@ -145,7 +145,7 @@ async def _recompute(
         return
     await _lock_episodes(driver, touched)
     if in_outage:
-        await mark_doubtful(driver, list(in_outage))
+        await quarantine_for_outage(driver, list(in_outage))
     if linked:
         await _update_joins(driver, linked)
     await score_episodes(driver, [*rescored, *linked])
@@ -211,7 +211,7 @@ _COMMON = f"""
             LIMIT {64 * MOST_PROVIDERS}) provided)
 """
 _KNOWN_COMMON = "SELECT digest FROM common_fingerprints WHERE digest = ANY($1)"
-_NOTE_COMMON = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"
+_STORE_COMMON = "INSERT INTO common_fingerprints SELECT unnest($1::uuid[]) ON CONFLICT DO NOTHING"
 _MARK_TOO_COMMON = f"""
     UPDATE links SET too_common = true WHERE (call_id, level) IN (
         SELECT call_id, level FROM links WHERE call_id = ANY($1)
@@ -248,7 +248,7 @@ async def _store_links(driver: Driver, written: WrittenBatch) -> set[UUID]:
     provided = {*chain.from_iterable(pair for pair in written.provided if pair[0] not in known)}
     rows = await driver.fetch(_LINK, list(provided), written.calls_with_needs())
     if common - known:
-        await driver.execute(_NOTE_COMMON, list(common - known))
+        await driver.execute(_STORE_COMMON, list(common - known))
     if not rows:
         return set(written.linked)
     calls, new = list({row[0] for row in rows}), {tuple(row) for row in rows}

@@ -24,10 +24,10 @@ from store.values.rewards import TERMS_OF_POLICY
 
 LEAST_AGREEMENT: Final = 0.6
 # With fewer facts a judge is not measured.
-FEWEST: Final = 20
+FEWEST_COMPARED: Final = 20
 # Number of newest statements that are read of each judge and kind of target, each with the newest
 # fact about the same target.
-NEWEST: Final = 1000
+MOST_STATEMENTS: Final = 1000
 _PAIRS: Final = text(
     f"""
     WITH RECURSIVE judges AS (
@@ -41,7 +41,7 @@ _PAIRS: Final = text(
         FROM judges CROSS JOIN unnest(CAST(:kinds AS text[])) AS kinds (kind)
             CROSS JOIN LATERAL (
                 SELECT * FROM feedback own WHERE own.source = judges.source
-                    AND own.target_kind = kinds.kind ORDER BY id DESC LIMIT {NEWEST}) f
+                    AND own.target_kind = kinds.kind ORDER BY id DESC LIMIT {MOST_STATEMENTS}) f
             JOIN episodes e ON e.id = f.episode_id
         WHERE f.value IS NOT NULL AND f.metric IN (SELECT metric FROM ({TERMS_OF_POLICY}) terms)
             AND EXISTS (SELECT FROM episode_policies p
@@ -74,8 +74,8 @@ class Agreement(Record, frozen=True, kw_only=True):
     """How far a judge agrees with facts.
 
     `statements` were read, and `compared` of them have a fact about the same target. The agreement
-    `share` (0 to 1) and its standard `error` are None if fewer than `FEWEST` were compared, or all
-    facts are equal.
+    `share` (0 to 1) and its standard `error` are None if fewer than `FEWEST_COMPARED` were
+    compared, or all facts are equal.
     """
 
     source: str
@@ -100,7 +100,7 @@ async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement
     for source in sorted({row.source for row in rows}):
         own = [row for row in rows if row.source == source]
         pairs = [(row.metric, row.opinion, row.fact) for row in own if row.fact is not None]
-        share, error = agreement(pairs) if len(pairs) >= FEWEST else (None, None)
+        share, error = agreement(pairs) if len(pairs) >= FEWEST_COMPARED else (None, None)
         by_judge.append(
             Agreement(
                 source=source, statements=len(own), compared=len(pairs), share=share, error=error

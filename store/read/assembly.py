@@ -165,7 +165,7 @@ def assemble(
     events_of = _events_by_call(list(events), calls, readable, repeated_by)
     about = {
         call: tuple(_statement(one, trained_at) for one in own)
-        for call, own in _by_call(feedback, parts, repeated_by).items()
+        for call, own in _feedback_by_call(feedback, parts, repeated_by).items()
     }
     transitions = tuple(
         _transition(row, readable[row.id], events_of.get(row.id, ()), about.get(row.id, ()))
@@ -242,7 +242,7 @@ def assign_tools(rows: Sequence[Any], events: Iterable[Any]) -> ToolsByCall:
     )
 
 
-def _by_call(
+def _feedback_by_call(
     feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
 ) -> dict[UUID | None, list[Any]]:
     """Return statements by the call that they are about; None has those about the episode."""

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, time_of
 from store.read.evaluations import mean_rewards_sql
-from store.read.lines import QUIET
+from store.read.lines import QUIET_PERIOD
 from store.records import EVAL, Record, Split
 from store.schema.tables import SPLIT
 from store.tenants import DEFAULT, SEPARATOR, scoped
@@ -94,8 +94,8 @@ _STATE: Final = f"""CASE WHEN e.quarantined_reason IS NOT NULL THEN 'quarantined
     WHEN c.trained THEN 'trained' WHEN NOT c.trained THEN 'untrained'
     WHEN {_REWARD} IS NOT NULL THEN 'scored' WHEN COALESCE(p.failed, e.failed) THEN 'failed'
     WHEN COALESCE(p.call_scored_at, e.call_scored_at) IS NOT NULL THEN 'scored'
-    WHEN COALESCE(p.last_call_at, e.last_call_at) > now() - interval '{QUIET.total_seconds()} s'
-        THEN 'open'
+    WHEN COALESCE(p.last_call_at, e.last_call_at) >
+        now() - interval '{QUIET_PERIOD.total_seconds()} s' THEN 'open'
     ELSE 'unscored' END"""
 _REASON: Final = "COALESCE(e.quarantined_reason, c.reason, p.lacks)"
 _TASK: Final = "COALESCE(e.joined_task, e.task)"
@@ -152,7 +152,7 @@ _LAST: Final = text(
     """
 )
 # Size of the first chunk; each further chunk has this many episodes more than the last.
-_FIRST: Final = 2000
+_FIRST_CHUNK: Final = 2000
 # Conditions that read calls, and how many times as long they take for an episode.
 _SLOWER: Final = {"agent": 20, "reason": 20, "text": 80}
 _NEWEST: Final = UUID(int=2**128 - 1)
@@ -255,7 +255,7 @@ async def browse(
     chunk, until = 0, monotonic() + within_s
     while last and len(lines) <= most:
         values["before"] = last
-        chunk += _most_episodes_to_read(_FIRST, chosen)
+        chunk += _most_episodes_to_read(_FIRST_CHUNK, chosen)
         last = await _last_of_newest(connection, values | {"tenant": None}, chunk)
         page_values = _values_down_to(last, values) | {"most": most + 1 - len(lines)}
         lines += await connection.execute(query, page_values)
@@ -269,14 +269,15 @@ async def browse(
     return EpisodePage(lines=lines, goes_on_before=last, is_full=is_full)
 
 
-BARS: Final = 20
+REWARD_BARS: Final = 20
 # Number of newest episodes that are counted for a filter that reads no calls.
 MOST_COUNTED: Final = 10_000
 _COUNTED: Final = f"""
     WITH counted AS MATERIALIZED (SELECT {_STATE} AS state, {_REWARD} AS reward {{chosen}}),
     edges AS (SELECT LEAST(0, min(reward)) AS low, GREATEST(1, max(reward)) AS high FROM counted)
     SELECT state, low, high, count(*) AS episodes,
-        CASE WHEN reward = high THEN {BARS} ELSE width_bucket(reward, low, high, {BARS}) END AS bar
+        CASE WHEN reward = high THEN {REWARD_BARS}
+            ELSE width_bucket(reward, low, high, {REWARD_BARS}) END AS bar
     FROM counted, edges GROUP BY state, low, high, bar
 """
 
@@ -284,8 +285,8 @@ _COUNTED: Final = f"""
 class FilteredCounts(Record, frozen=True, kw_only=True):
     """Counts of the newest episodes that a filter chooses: by state, and by reward in `bars`.
 
-    `bars` counts `BARS` equal ranges from `low` to `high`. `looked_at` is how many of the newest
-    episodes were read; None: all.
+    `bars` has a count for each of `REWARD_BARS` equal ranges from `low` to `high`. `looked_at` is
+    how many of the newest episodes were read; None: all.
     """
 
     states: dict[State, int]
@@ -306,7 +307,7 @@ async def count_episodes(
         await connection.execute(text(_COUNTED.format(chosen=sql)), _values_down_to(last, values))
     ).all()
     states: dict[State, int] = {}
-    bars = [0] * BARS
+    bars = [0] * REWARD_BARS
     for row in rows:
         states[row.state] = states.get(row.state, 0) + row.episodes
         if row.bar is not None:
@@ -323,7 +324,7 @@ async def count_episodes(
 # The overview
 
 # Number of parts of the time from the first counted episode until now.
-PARTS: Final = 40
+TIME_PARTS: Final = 40
 _OUTCOMES: Final = f"""
     WITH newest AS MATERIALIZED (
         SELECT e.id, {_TASK} AS task, p.policy, {SPLIT} AS split, p.last_call_at AS at,
@@ -331,7 +332,7 @@ _OUTCOMES: Final = f"""
             {_STATE} AS state, {_REASON} AS reason
         {{chosen}} AND p.policy IS NOT NULL),
     time AS (
-        SELECT began, (ended - began) / {PARTS} + interval '1 second' AS width FROM (
+        SELECT began, (ended - began) / {TIME_PARTS} + interval '1 second' AS width FROM (
             SELECT min(at) AS began, GREATEST(max(at), now()) AS ended FROM newest) bounds),
     placed AS (SELECT newest.*, date_bin(width, at, began) AS part FROM newest, time)
     SELECT m.*, NULL AS state, NULL AS reason

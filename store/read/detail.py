@@ -14,7 +14,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, OUTSIDE_FAULT_TIMES
-from store.claims import episodes_of_update
+from store.claims import episodes_of_claim
 from store.read.assembly import ToolsByCall, assign_tools, rebuild_calls, whole_request
 from store.records import OWN_EPISODE, Record
 from store.tenants import tenant_of
@@ -36,7 +36,7 @@ class EpisodeDetail(Record, frozen=True, kw_only=True):
     `calls`, `statements` and `fates` are rows of `_HEADS`, `_STATEMENTS` and `_FATES`. `tools`
     assigns tool events to `calls`; an event of a call that was not read counts as an event of no
     call. `earlier_calls` counts the calls before `calls`, without retries; `goes_on_from` is the id
-    of the first call after them.
+    of the first call after them, None if there is none.
     """
 
     id: UUID
@@ -314,5 +314,5 @@ _BYTES: Final = text(
 
 async def is_explainable(connection: AsyncConnection, update: UUID) -> bool:
     """Return whether an update is small enough to recompute its credit while a person waits."""
-    size = await connection.scalar(_BYTES, {"ids": await episodes_of_update(connection, update)})
+    size = await connection.scalar(_BYTES, {"ids": await episodes_of_claim(connection, update)})
     return (size or 0) <= LARGEST_EXPLAINED

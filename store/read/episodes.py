@@ -52,7 +52,7 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
 async def read_in_batches(
     connection: AsyncConnection, ids: Sequence[UUID]
 ) -> AsyncIterator[ReadEpisodes]:
-    """Read the episodes of `ids`, in that order, and yield `BATCH` of them at a time."""
+    """Yield the result of `read_undamaged` for each `BATCH` of `ids`, in their order."""
     for start in range(0, len(ids), BATCH):
         yield await read_undamaged(connection, ids[start : start + BATCH])
 

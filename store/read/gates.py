@@ -154,7 +154,7 @@ async def next_control(
     """Return the version that becomes the next control; None if there is none.
 
     It is the highest of the versions `served` up to `newest`, or the lowest if all are higher. Only
-    versions count that are retired, still loaded, and had the traffic before `before`.
+    versions count that are retired, still loaded, not ended, and had the traffic before `before`.
     """
     values = {"name": name, "newest": newest, "served": list(served), "before": before}
     version: int | None = await connection.scalar(_NEXT_CONTROL, values)
@@ -162,7 +162,7 @@ async def next_control(
 
 
 async def last_traffic_gain(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
-    """Return `from_state`, `actor` and `verdict` of the event that last gave it the traffic."""
+    """Return `from_state`, `actor` and `verdict` of the version's last promotion."""
     return (await connection.execute(_LAST_TRAFFIC_GAIN, {"name": name, "version": version})).one()
 
 
@@ -244,7 +244,7 @@ _RESULTS: Final = text(
 _ID_SKEW: Final = timedelta(days=1)
 # Clocks of proxies differ by less: a call that ends up to this long after a reward still counts as
 # ended before it.
-SKEW: Final = timedelta(seconds=1)
+CLOCK_SKEW: Final = timedelta(seconds=1)
 
 
 class ArmEpisode(Record, frozen=True, kw_only=True):
@@ -313,7 +313,9 @@ async def arm_episodes(
         counts_at = latest | {
             one: min(max(first, began[one]), latest[one]) for one, first in rewarded
         }
-    counted = {one: min(at + SKEW, latest[one]) for one, at in counts_at.items() if at < until}
+    counted = {
+        one: min(at + CLOCK_SKEW, latest[one]) for one, at in counts_at.items() if at < until
+    }
     if not counted:
         return []
     bounds = {

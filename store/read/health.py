@@ -22,18 +22,18 @@ WINDOW: Final = timedelta(days=7)
 MOST_CALLS: Final = 2000
 MOST_EPISODES: Final = 1000
 # A tenant's calls are read from this many of its newest episodes, and this many calls of each.
-MOST_OWN: Final = 500
-MOST_OWN_CALLS: Final = 200
+MOST_TENANT_EPISODES: Final = 500
+MOST_EPISODE_CALLS: Final = 200
 # Most counts of calls that are returned: clients may request models of any name.
-MOST_KINDS: Final = 50
+MOST_CALL_COUNTS: Final = 50
 # An episode without a call for this long is over, and its reward should have come.
-OVER: Final = timedelta(minutes=10)
+ENDED_AFTER: Final = timedelta(minutes=10)
 
 _OWN_CALLS: Final = f"""
     (SELECT e.id FROM episodes e WHERE e.id >= :begun AND {IS_OF_TENANT}
         ORDER BY e.id DESC LIMIT :own) own
     CROSS JOIN LATERAL (SELECT * FROM transitions c WHERE c.episode_id = own.id
-        ORDER BY c.started_at DESC LIMIT {MOST_OWN_CALLS}) t"""
+        ORDER BY c.started_at DESC LIMIT {MOST_EPISODE_CALLS}) t"""
 _CALLS: Final = f"""
     WITH newest AS MATERIALIZED (
         SELECT t.policy, t.served_model, t.reason, t.http_status, t.split, t.started_at
@@ -42,7 +42,7 @@ _CALLS: Final = f"""
         n.http_status, n.split, count(*) AS calls, min(n.started_at) AS first_at,
         max(n.started_at) AS last_at
     FROM newest n
-    GROUP BY 1, 2, 3, 4, 5 ORDER BY calls DESC, 1, 2, 3, 4, 5 LIMIT {MOST_KINDS}
+    GROUP BY 1, 2, 3, 4, 5 ORDER BY calls DESC, 1, 2, 3, 4, 5 LIMIT {MOST_CALL_COUNTS}
 """
 # The lock is that of `store.claims.hold_policy`; `pg_locks` has its bigint key in two halves.
 _POLICIES: Final = text(
@@ -106,7 +106,7 @@ _CHANGED: Final = text(
 )
 
 
-# Feedback without a stored target, from within the window and older than `OVER`.
+# Feedback without a stored target, from within the window and older than `ENDED_AFTER`.
 _UNMATCHED: Final = text(
     f"""
     SELECT count(*) AS statements, min(n.at) AS since,
@@ -146,7 +146,7 @@ class CallCount(Record, frozen=True, kw_only=True):
     last_at: datetime
 
 
-class TendedPolicy(Record, frozen=True, kw_only=True):
+class BegunPolicy(Record, frozen=True, kw_only=True):
     """A policy, and the state of its training.
 
     `is_held`: a trainer works on it now. `trained_at` is when the last update that made a version
@@ -164,13 +164,13 @@ class TendedPolicy(Record, frozen=True, kw_only=True):
 
 
 class EpisodeCounts(Record, frozen=True, kw_only=True):
-    """Counts of a policy's newest episodes: scored, ended, alike, quarantined.
+    """Counts of a policy's newest training episodes: scored, ended, alike, quarantined.
 
     Quarantined episodes are counted by the last three fields only.
 
-    `ended` have a reward, or had no call for `OVER`. `groups` are tasks with several scored
+    `ended` have a reward, or had no call for `ENDED_AFTER`. `groups` are tasks with several scored
     episodes, of which `groups_that_differ` have different rewards; `alike` counts the episodes of
-    the others.
+    groups with equal rewards.
     """
 
     episodes: int = 0
@@ -202,7 +202,7 @@ async def newest_calls(
     sql = "transitions t" if tenant is None else _OWN_CALLS
     values = {"tenant": tenant, "first": first, "begun": UUID(int=first.int - ID_SKEW)}
     rows = await connection.execute(
-        text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_OWN}
+        text(_CALLS.format(calls=sql)), {**values, "most": MOST_CALLS, "own": MOST_TENANT_EPISODES}
     )
     return [CallCount(**row._mapping) for row in rows]
 
@@ -210,17 +210,17 @@ async def newest_calls(
 async def unmatched_feedback(
     connection: AsyncConnection, tenant: str | None = None
 ) -> UnmatchedFeedback:
-    """Count the newest feedback of the last `WINDOW` whose target has not come within `OVER`."""
-    values = {"tenant": tenant, "window": WINDOW, "over": OVER}
+    """Count feedback of the last `WINDOW`, older than `ENDED_AFTER`, whose target never came."""
+    values = {"tenant": tenant, "window": WINDOW, "over": ENDED_AFTER}
     return UnmatchedFeedback(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 
 
-async def tended_policies(
+async def begun_policies(
     connection: AsyncConnection, tenant: str | None = None
-) -> list[TendedPolicy]:
+) -> list[BegunPolicy]:
     """Return the policies that a trainer ever began, by name; with `tenant`, this tenant's."""
     rows = await connection.execute(_POLICIES, {"tenant": tenant})
-    return [TendedPolicy(**row._mapping) for row in rows]
+    return [BegunPolicy(**row._mapping) for row in rows]
 
 
 async def episode_counts(
@@ -230,14 +230,14 @@ async def episode_counts(
     *,
     calls_are_paid: bool,
 ) -> EpisodeCounts:
-    """Count a policy's newest `MOST_EPISODES` episodes, if they began within the `WINDOW`.
+    """Count those of a policy's newest `MOST_EPISODES` episodes that began within the `WINDOW`.
 
     If `calls_are_paid`, the reward of a call makes its episode scored.
     """
     values: Mapping[str, Any] = {
         "policy": policy,
         "first": lowest_id_at(now - WINDOW),
-        "over": OVER,
+        "over": ENDED_AFTER,
         "calls_are_paid": calls_are_paid,
     }
     return EpisodeCounts(**(await connection.execute(_EPISODES, values)).one()._mapping)

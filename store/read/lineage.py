@@ -76,19 +76,19 @@ _REWARDS: Final = text(
 
 
 # Rewarded episodes that are compared: the newest of trained versions, the first of version 0.
-COMPARED: Final = 500
+MOST_COMPARED: Final = 500
 _SINCE_BASE: Final = text(
     f"""
     WITH ends AS (
         SELECT s.name AS policy, one.* FROM policies s CROSS JOIN LATERAL (
             (SELECT true AS is_new, episode_id AS id, task, reward FROM episode_policies
              WHERE policy = s.name AND version BETWEEN 1 AND s.version AND claimable
-                AND reward IS NOT NULL ORDER BY episode_id DESC LIMIT {COMPARED})
+                AND reward IS NOT NULL ORDER BY episode_id DESC LIMIT {MOST_COMPARED})
             UNION ALL (SELECT false, id, task, reward FROM (
                 SELECT episode_id AS id, version, task, reward FROM episode_policies
                 WHERE policy = s.name AND claimable AND reward IS NOT NULL
-                ORDER BY episode_id LIMIT 40 * {COMPARED}) first
-             WHERE version = 0 LIMIT {COMPARED})) one
+                ORDER BY episode_id LIMIT 40 * {MOST_COMPARED}) first
+             WHERE version = 0 LIMIT {MOST_COMPARED})) one
         WHERE s.state = 'serving' AND s.version > 0
             AND (CAST(:tenant AS text) IS NULL OR s.tenant = :tenant))
     {mean_rewards_sql("ends", "policy, is_new")}
@@ -149,10 +149,10 @@ async def rewards_of(
 async def rewards_since_base(
     connection: AsyncConnection, tenant: str | None
 ) -> dict[str, tuple[Rewards, Rewards]]:
-    """Return, by policy, the newest rewards of trained versions and the first of the base model.
+    """Return, by policy, the newest rewards of trained versions, and the base model's first.
 
-    Trained versions count up to the serving one. A tenant's policy (None: any) is left out if its
-    base model serves, or one of the two has no rewards.
+    The policies are those of `tenant` (None: all). A policy is left out if its base model serves,
+    or if one of the two has no rewards. Versions above the serving one do not count.
     """
     ends: dict[str, dict[bool, Rewards]] = {}
     for row in await connection.execute(_SINCE_BASE, {"tenant": tenant}):
@@ -163,7 +163,7 @@ async def rewards_since_base(
 async def newest_events(
     connection: AsyncConnection, policy: str, versions: Collection[int]
 ) -> dict[int, PolicyEvent]:
-    """Return the newest event of each of these versions, ignoring the event `written`."""
+    """Return the newest event of each of these versions, except events to state `written`."""
     own = policy_events.c
     query = (
         select(policy_events)

@@ -17,10 +17,10 @@ from store.values.rewards import newest_statement
 from store.versions import policy_name
 
 # An episode without a reward counts as finished this long after its last call.
-QUIET: Final = timedelta(minutes=10)
+QUIET_PERIOD: Final = timedelta(minutes=10)
 
 
-def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> EpisodeState:
+def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET_PERIOD) -> EpisodeState:
     """Return whether an episode is scored, failed, still open, or finished without a score.
 
     A failed episode counts as scored only if the episode itself has a reward. A reward for one
@@ -44,7 +44,7 @@ def _has_reward(statements: Sequence[Feedback]) -> bool:
 def encoded_line(
     episode: Episode,
     now: datetime,
-    quiet: timedelta = QUIET,
+    quiet: timedelta = QUIET_PERIOD,
     fates: Sequence[Mapping[str, str]] = (),
 ) -> bytes:
     """Return an episode as one compact JSON document, without a newline at its end (pure).

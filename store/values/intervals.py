@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 NORMAL_QUANTILE: Final = 1.959963984540054
 CONFIDENCE_LEVEL: Final = 0.95
 # From here on the quantile is within 0.13 % of the normal one, and is not computed any closer.
-MOST_FREEDOM: Final = 1000
+MOST_DEGREES_OF_FREEDOM: Final = 1000
 # Halvings of an interval of width 16: what is left is below a float's resolution.
-HALVINGS: Final = 60
+BISECTION_STEPS: Final = 60
 
 
 class Interval(NamedTuple):
@@ -71,15 +71,15 @@ def mean_interval(
     return wilson_interval(mean, min(count, effective_count))
 
 
-@lru_cache(maxsize=MOST_FREEDOM)
+@lru_cache(maxsize=MOST_DEGREES_OF_FREEDOM)
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution with `freedom` degrees of freedom."""
-    freedom = min(freedom, MOST_FREEDOM)
+    freedom = min(freedom, MOST_DEGREES_OF_FREEDOM)
     if freedom == 1:
         # Its distribution is 1/2 + atan(t)/π, and the quantile lies above all others.
         return tan(pi * CONFIDENCE_LEVEL / 2)
     low, high = NORMAL_QUANTILE, NORMAL_QUANTILE + 16
-    for _ in range(HALVINGS):
+    for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         if _probability_within(middle, freedom) < CONFIDENCE_LEVEL:
             low = middle

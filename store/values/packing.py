@@ -17,7 +17,7 @@ ITEM_BYTES: Final = 4
 # vLLM sends this value for a log-probability of -inf, which JSON cannot express.
 NO_LOGPROB: Final = -9999.0
 # In float32, rounding in the softmax may give a probability slightly above 1.
-ROUNDING: Final = 1e-3
+ROUNDING_TOLERANCE: Final = 1e-3
 
 Values = TypeVar("Values", "array[int]", "array[float]")
 
@@ -78,7 +78,11 @@ def may_be_sampled(logprobs: Sequence[float]) -> bool:
     if not logprobs:
         return True
     # min() and max() may miss a NaN, but a sum with a NaN is NaN.
-    return min(logprobs) > NO_LOGPROB and max(logprobs) <= ROUNDING and not isnan(sum(logprobs))
+    return (
+        min(logprobs) > NO_LOGPROB
+        and max(logprobs) <= ROUNDING_TOLERANCE
+        and not isnan(sum(logprobs))
+    )
 
 
 def _little_endian(values: Values) -> Values:
@@ -88,7 +92,7 @@ def _little_endian(values: Values) -> Values:
 
 
 # With fewer shared bytes, a reference to the parent costs as much as it saves.
-LEAST_SHARED: Final = 64
+LEAST_SHARED_BYTES: Final = 64
 
 
 class Delta(NamedTuple):

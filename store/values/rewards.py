@@ -29,7 +29,7 @@ class RewardTerm(Record, frozen=True, kw_only=True):
     texts: Mapping[str, float] = NO_TEXTS
 
     def value_of(self, stated: float | str | None) -> float | None:
-        """Return the value of what was stated, clipped but not weighted; None if it has none."""
+        """Return the clipped, unweighted value of a stated number or text; None if it has none."""
         value = self.texts.get(stated) if isinstance(stated, str) else stated
         return None if value is None or isnan(value) else max(self.low, min(self.high, value))
 

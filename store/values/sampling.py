@@ -54,7 +54,7 @@ def used_temperature(requested: object) -> float | None:
 # vLLM's own limits on a bias (`SamplingParams.from_optional`).
 MOST_BIAS: Final = 100.0
 # vLLM holds counts in an int32.
-MOST_COUNTED: Final = 2**31 - 1
+LARGEST_COUNT: Final = 2**31 - 1
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
@@ -113,7 +113,7 @@ def _number(least: float, most: float) -> Callable[[Any], float | None]:
 def _count(least: int) -> Callable[[Any], int | None]:
     def read(value: Any) -> int | None:
         number = number_of(value)
-        is_count = number is not None and number.is_integer() and least <= number <= MOST_COUNTED
+        is_count = number is not None and number.is_integer() and least <= number <= LARGEST_COUNT
         return int(number) if number is not None and is_count else None
 
     return read

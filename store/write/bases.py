@@ -12,13 +12,13 @@ from uuid import UUID
 
 from store.ids import day_of
 from store.records import CallRecord, Record
-from store.values.packing import LEAST_SHARED, delta, shared_prefix
+from store.values.packing import LEAST_SHARED_BYTES, delta, shared_prefix
 
 CAPACITY_BYTES: Final = 64 * 2**20
 # Approximate memory that Python uses for a tip in addition to its bytes.
 OVERHEAD_BYTES: Final = 600
 # Number of threads of one episode (agents that take turns) that are followed side by side.
-TIPS: Final = 4
+MOST_TIPS: Final = 4
 
 
 class BaseCall(Record, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class BaseCache:
         if base is not None and base in tips:
             shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
             # A call that repeats nearly all of its base replaces it as a tip.
-            if len(base.request) - shared < LEAST_SHARED:
+            if len(base.request) - shared < LEAST_SHARED_BYTES:
                 tips.remove(base)
         tips.append(
             BaseCall(
@@ -79,7 +79,7 @@ class BaseCache:
                 provides=call.provides,
             )
         )
-        self._remember(call.episode, tips[-TIPS:])
+        self._remember(call.episode, tips[-MOST_TIPS:])
         return stored
 
     def tips_of(self, episode: str) -> list[BaseCall]:
@@ -128,7 +128,7 @@ def _nearest(tips: list[BaseCall], call: CallRecord) -> BaseCall | None:
 
 def _as_addition(base: BaseCall, request: bytes, prompt_ids: bytes) -> StoredTexts:
     prefix, suffix, middle = delta(base.request, request)
-    if prefix + suffix < LEAST_SHARED:
+    if prefix + suffix < LEAST_SHARED_BYTES:
         return StoredTexts(request=request, prompt_ids=prompt_ids)
     shared = shared_prefix(base.prompt_ids + base.sampled_ids, prompt_ids)
     return StoredTexts(

@@ -28,7 +28,7 @@ from store.errors import RecordRefused
 from store.ids import days_of, time_of
 from store.link.claimable import add_policy_rows
 from store.link.joins import DOUBTFUL_CALL
-from store.link.outages import mark_gaps, note_outages
+from store.link.outages import quarantine_for_gaps, store_outages
 from store.link.settle import (
     WrittenBatch,
     may_have_references,
@@ -143,10 +143,10 @@ async def write_records(
         await _write_calls(driver, known, bases, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
-        written.linked += await mark_gaps(driver, gaps)
+        written.linked += await quarantine_for_gaps(driver, gaps)
     outages = [record for record in records if isinstance(record, OutageRecord)]
     if outages:
-        written.outages += await note_outages(driver, outages)
+        written.outages += await store_outages(driver, outages)
     if statements:
         pending = list(statements.values())
         written.keyed += await _write_feedback(driver, pending)

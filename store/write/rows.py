@@ -56,7 +56,7 @@ FEEDBACK_COLUMNS: Final = (
     *("target_kind", "target", "source", "request_id", "at"),
 )
 # The HTTP status of a call that a model answered.
-ANSWERED: Final = 200
+OK_STATUS: Final = 200
 # A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
 MAX_INDEXED_BYTES: Final = 2048
 # The texts of a call: those in columns of `transitions`, and those in other tables.
@@ -143,7 +143,7 @@ def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
     there are no ids.
     """
     ids = record.tokens.prompt_ids
-    if not ids and record.http_status != ANSWERED:
+    if not ids and record.http_status != OK_STATUS:
         return None
     question = question_of(record) or ids
     if not question:

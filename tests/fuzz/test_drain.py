@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.drain import Drainer
 from proxy.spool.segments import (
-    MARK,
+    PROCESS_MARK,
     CapturedCall,
     decode_payload,
     encode_frame,
@@ -114,7 +114,7 @@ def test_every_whole_record_is_stored_or_a_dead_letter_with_its_reason(
     with TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "0").mkdir()
-        name = f"{new_id()}_{MARK.hex()}.seg"
+        name = f"{new_id()}_{PROCESS_MARK.hex()}.seg"
         (root / "0" / name).write_bytes(b"".join(piece.data for piece in pieces))
         ids = [piece.record.id for piece in pieces if piece.record is not None]
         before = _counted()

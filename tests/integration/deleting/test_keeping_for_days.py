@@ -120,7 +120,7 @@ async def aside(engine: AsyncEngine) -> int:
 async def test_ongoing_episodes_are_quarantined_in_steps_before_a_days_calls_are_dropped(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("store.retaining.AT_ONCE", 2)
+    monkeypatch.setattr("store.retaining.MOST_AT_ONCE", 2)
     calls = [call(f"long {n}", **made(day, 9 * day + n)) for n in range(5) for day in (3, 1)]
     await Ingester().store(engine, [*calls, call("new", **made(1, 0))])
     steps = []

@@ -186,7 +186,7 @@ async def test_outdated_episodes_are_removed_whole_and_others_kept_through_kills
 ) -> None:
     first_day = NOON.date() - timedelta(days=keep)
     # Many steps, each of few episodes.
-    monkeypatch.setattr(retaining, "AT_ONCE", 3)
+    monkeypatch.setattr(retaining, "MOST_AT_ONCE", 3)
     episodes = ledger(keep, keep)
     for episode in episodes:
         await Ingester().store(engine, episode)

@@ -124,7 +124,7 @@ async def test_tenant_beside_a_busy_tenant_sees_its_own_newest_episodes(
         assert await fates(connection, "acme", since) == {("m", "unscored"): 1}
         assert (await count_episodes(connection, EpisodeFilter(), "acme")).looked_at == 1
         assert await calls_of(connection, "acme") == [1]
-        monkeypatch.setattr(health, "MOST_OWN", 1)
+        monkeypatch.setattr(health, "MOST_TENANT_EPISODES", 1)
         assert await calls_of(connection, "default") == [1]
 
 

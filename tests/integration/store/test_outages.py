@@ -222,7 +222,7 @@ async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
     monkeypatch.setattr("store.link.outages.MOST_QUARANTINED", 3)
     await store(engine, *(at(number, f"e{number}") for number in range(10)))
     told = outage(0, 9)
-    real, batches = settle.mark_doubtful, 0
+    real, batches = settle.quarantine_for_outage, 0
 
     async def dying(driver: Driver, episodes: Sequence[UUID]) -> None:
         nonlocal batches
@@ -232,7 +232,7 @@ async def test_outage_half_applied_by_a_killed_ingester_is_applied_whole(
         await real(driver, episodes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(settle, "mark_doubtful", dying)
+        patched.setattr(settle, "quarantine_for_outage", dying)
         with pytest.raises(Killed):
             await store(engine, told)
     assert list((await reasons(engine)).values()).count(IN_OUTAGE) == 3

@@ -13,7 +13,7 @@ from store.ids import new_id
 from store.schema.tables import policies, policy_events, updates
 from store.version_states import (
     ALLOWED,
-    WITHOUT_TRAFFIC,
+    STATES_WITHOUT_TRAFFIC,
     add_version,
     ensure_base,
     lock_version,
@@ -106,7 +106,7 @@ async def set_state(
     current = await lock_version(connection, name, version)
     end: PolicyState = "retired" if state == "unloaded" else state
     path = path_to(current.state, end)
-    if end == "retired" and current.state in WITHOUT_TRAFFIC:
+    if end == "retired" and current.state in STATES_WITHOUT_TRAFFIC:
         path = [*path_to(current.state, "canary"), "retired"]
     for following in path:
         await version_states.set_state(

@@ -17,7 +17,7 @@ from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
 from store.read.agreement import Agreement
 from store.read.gates import GatedPolicy, VersionInRole
-from store.read.health import CallCount, EpisodeCounts, TendedPolicy, UnmatchedFeedback
+from store.read.health import BegunPolicy, CallCount, EpisodeCounts, UnmatchedFeedback
 from store.versions import PolicyVersion
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import PauseReason
@@ -78,7 +78,7 @@ COUNTS = EpisodeCounts(
 def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
     """A policy whose first version serves, and for whose next update all is there."""
     rule = Recipe.model_validate(recipe or {"claim": {"group_size": 4, "groups": 4}})
-    about = TendedPolicy(name="m", base="base", tenant="default", created_at=HOUR, is_held=True)
+    about = BegunPolicy(name="m", base="base", tenant="default", created_at=HOUR, is_held=True)
     made = PolicyFacts(
         about=replace(about, trained_at=HOUR),
         recipe=rule,

@@ -31,7 +31,7 @@ from proxy.keys import (
     without_credentials,
 )
 from proxy.settings import Access
-from store.grants import MARK, Grant, KeyRing, Scope, hash_of_key
+from store.grants import KEY_PREFIX, Grant, KeyRing, Scope, hash_of_key
 from store.keys import new_secret
 
 
@@ -78,7 +78,7 @@ def test_wrong_revoked_and_missing_keys_are_refused_from_anywhere() -> None:
     key = shown.credential or b""
     wrong = [b"sk-x", b"", key[:-1], key + b"x", key[:22] + b"A" * 43, b"pawl_" + b"0" * 60]
     # The ids that stand for nobody's, by which an unknown one takes as long as a known one.
-    wrong += [MARK + one * 16 + key[21:] for one in (b"\0", b"\1")]
+    wrong += [KEY_PREFIX + one * 16 + key[21:] for one in (b"\0", b"\1")]
     for credential in (shown_revoked.credential, None, *wrong):
         assert refused(gate, ShownCredentials(credential)) is NoKey
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import BadKey
-from store.grants import ID_BYTES, MARK, SCOPES, hash_of_key
+from store.grants import ID_BYTES, KEY_PREFIX, SCOPES, hash_of_key
 from store.keys import check_name, check_tenant, new_secret, parse_scopes
 from store.tenants import (
     DEFAULT,
@@ -74,7 +74,7 @@ def test_fingerprints_of_two_tenants_never_match(
 
 def test_api_keys_contain_their_ids_and_differ() -> None:
     made = [new_secret() for _ in range(50)]
-    begin, end = len(MARK), len(MARK) + 2 * ID_BYTES
+    begin, end = len(KEY_PREFIX), len(KEY_PREFIX) + 2 * ID_BYTES
     assert all(key[begin:end] == key_id for key_id, key in made)
     assert {len(key) for _, key in made} == {len(new_secret()[1])}
     assert len({hash_of_key(key.encode()) for _, key in made}) == len(made)

@@ -439,7 +439,7 @@ async def test_lock_of_an_idle_controller_on_a_policy_ends(
     async with engine.begin() as connection:
         await trained(connection)
     async with engine.connect() as stopped:
-        monkeypatch.setattr("store.version_states.IDLE_S", 2.0)
+        monkeypatch.setattr("store.version_states.IDLE_TRANSACTION_S", 2.0)
         await lock_policies(stopped, ["m"])
         async with asyncio.timeout(120.0), engine.begin() as connection:
             await lock_policies(connection, ["m"])

@@ -17,7 +17,7 @@ from proxy.ingester.segment_reader import BEGIN, FramePlace, Segment, segment_fi
 from proxy.spool.segments import (
     HEAD_BYTES,
     MAGIC,
-    MARK,
+    PROCESS_MARK,
     CapturedCall,
     Piece,
     decode_payload,
@@ -61,7 +61,7 @@ STARTS = [sum(map(len, FRAMES[:number])) for number in range(len(FRAMES) + 1)]
 FIRST = struct.unpack_from("<I", SEGMENT, 12)[0]
 
 
-def pieces(data: bytes, *, ended: bool = True, mark: bytes | None = MARK) -> list[Piece]:
+def pieces(data: bytes, *, ended: bool = True, mark: bytes | None = PROCESS_MARK) -> list[Piece]:
     """What is read of a segment from its beginning."""
     return list(read_pieces(data, mark=mark, number=FIRST if mark else None, ended=ended))
 
@@ -91,7 +91,7 @@ def adjoin(found: list[Piece], data: bytes) -> None:
         assert piece.data == data[piece.begin : piece.end]
 
 
-@pytest.mark.parametrize("mark", [MARK, None], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("mark", [PROCESS_MARK, None], ids=["marked", "unmarked"])
 @given(bits=st.sets(st.integers(0, 8 * len(SEGMENT) - 1), min_size=1, max_size=6))
 def test_flipped_bits_of_a_segment_cost_only_the_records_they_are_in(
     mark: bytes | None, bits: set[int]
@@ -136,10 +136,13 @@ def test_missing_bytes_of_a_segment_cost_at_most_the_records_they_touch(
     assert set(payloads(touched)) <= set(whole(found)) <= set(payloads(set()))
 
 
-@given(st.lists(st.sampled_from([*FRAMES, MAGIC, MAGIC + MARK, b"\0" * 64, b"junk"])), st.binary())
+@given(
+    st.lists(st.sampled_from([*FRAMES, MAGIC, MAGIC + PROCESS_MARK, b"\0" * 64, b"junk"])),
+    st.binary(),
+)
 def test_any_content_of_a_segment_is_read_without_an_error(parts: list[bytes], end: bytes) -> None:
     data = b"".join(parts) + end
-    for mark in (MARK, None):
+    for mark in (PROCESS_MARK, None):
         adjoin(pieces(data, mark=mark), data)
         assert sum(part in FRAMES for part in parts) <= len(whole(pieces(data, mark=mark)))
 
@@ -156,7 +159,9 @@ def test_growing_segment_reads_the_same_as_a_finished_segment(
     early = pieces(bytes(data[:cut]), ended=False)
     assert early == at_its_end[: len(early)]
     place, number = (early[-1].end, early[-1].number) if early else (0, FIRST)
-    rest = list(read_pieces(bytes(data[place:]), base=place, mark=MARK, number=number, ended=True))
+    rest = list(
+        read_pieces(bytes(data[place:]), base=place, mark=PROCESS_MARK, number=number, ended=True)
+    )
     assert early + rest == at_its_end
 
 
@@ -178,7 +183,9 @@ def test_a_client_cannot_plant_a_record_in_a_body_that_is_damaged() -> None:
     for position in range(HEAD_BYTES + 4):
         data = bytearray(outer + after)
         data[position] ^= 1
-        assert whole(list(read_pieces(bytes(data), mark=MARK, ended=True))) == [after[HEAD_BYTES:]]
+        assert whole(list(read_pieces(bytes(data), mark=PROCESS_MARK, ended=True))) == [
+            after[HEAD_BYTES:]
+        ]
 
 
 @pytest.mark.parametrize("damaged_after", [False, True])
@@ -189,7 +196,7 @@ def test_whole_frame_is_found_within_the_length_of_a_cut_frame(damaged_after: bo
     if damaged_after:
         after = bytes([after[0] ^ 1]) + after[1:]
     # The cut frame's length reaches exactly to the end of the whole one.
-    found = pieces(cut[: len(cut) - len(kept)] + kept + after, mark=MARK)
+    found = pieces(cut[: len(cut) - len(kept)] + kept + after, mark=PROCESS_MARK)
     records = [decode_payload(data) for data in whole(found)]
     episodes = [record.episode for record in records if isinstance(record, CapturedCall)]
     assert episodes == (["kept"] if damaged_after else ["kept", "after"])

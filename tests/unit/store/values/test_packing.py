@@ -13,7 +13,7 @@ from store.ids import lowest_id_at
 from store.read.assembly import whole_texts
 from store.records import CallRecord
 from store.values.packing import delta, rebuild, shared_prefix
-from store.write.bases import TIPS, BaseCache
+from store.write.bases import MOST_TIPS, BaseCache
 from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.support.records import call, tokens
 
@@ -134,7 +134,7 @@ def test_memory_of_calls_that_later_calls_add_to_is_bounded() -> None:
     assert bases.tips_of("e0") == []
     assert len(bases.tips_of("e49")) == 1
     stored(bases, [call("e49", request=bytes([65 + n]) * 200) for n in range(9)])
-    assert len(bases.tips_of("e49")) <= TIPS
+    assert len(bases.tips_of("e49")) <= MOST_TIPS
 
 
 def damaged(rows: list[Any]) -> list[str]:
