@@ -167,7 +167,7 @@ def _host_parameters(host: str, port: str) -> dict[str, str]:
 
 
 # Where Docker mounts secrets.
-SECRETS_FOLDER: Final = Path("/run/secrets")
+SECRETS: Final = Path("/run/secrets")
 
 
 def _is_folder(path: Path) -> Path:
@@ -181,7 +181,7 @@ def _is_folder(path: Path) -> Path:
 
 def secrets_folder(named: Path | str | None) -> Path | None:
     """Return the folder `named` (None: Docker's folder of secrets), or None if there is none."""
-    folder = Path(named or SECRETS_FOLDER)
+    folder = Path(named or SECRETS)
     return folder if os.path.isdir(folder) else None
 
 

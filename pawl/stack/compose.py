@@ -14,7 +14,7 @@ from pawl.commands.common import fail
 from pawl.settings import UnreadSettings, read_settings
 from pawl.stack.vllm import rank_with_room
 from store.errors import BadPolicies
-from store.settings import SECRETS_FOLDER
+from store.settings import SECRETS
 from trainer.errors import TrainerError
 from trainer.policies import trained_recipes
 from trainer.settings import TrainerSettings
@@ -75,7 +75,7 @@ def main() -> None:
         write_vllm_config(settings.adapter_dir, settings)
     except (UnreadSettings, BadPolicies, TrainerError) as error:
         fail(str(error))
-    write_secrets(SECRETS_FOLDER, GRAFANA, os.environ)
+    write_secrets(SECRETS, GRAFANA, os.environ)
 
 
 if __name__ == "__main__":

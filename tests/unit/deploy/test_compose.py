@@ -27,7 +27,7 @@ from pawl.stack.compose import main as setup
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from proxy.settings import ProxySettings
 from store import __version__
-from store.settings import SECRETS_FOLDER, Settings, parse_address
+from store.settings import SECRETS, Settings, parse_address
 from tests.support.yaml_text import parse_yaml
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
@@ -197,22 +197,18 @@ def test_passwords_are_in_files_mounted_only_into_services_that_need_them() -> N
     assert readers == {
         *("setup", "postgres", "proxy", "controller", "console", "trainer", "trainer-cpu")
     }
-    assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {
-        (str(SECRETS_FOLDER), "ro")
-    }
+    assert {mounts(name)["secrets"] for name in readers - {"setup"}} == {(str(SECRETS), "ro")}
     for name in readers - {"setup"}:
         assert {one["condition"] for one in awaited(name)["setup"]} == {
             "service_completed_successfully"
         }
-    assert (
-        environment("postgres")["POSTGRES_PASSWORD_FILE"] == f"{SECRETS_FOLDER}/POSTGRES_PASSWORD"
-    )
+    assert environment("postgres")["POSTGRES_PASSWORD_FILE"] == f"{SECRETS}/POSTGRES_PASSWORD"
     # Grafana sees nothing of the database; its volume begins with a folder of the image.
     assert mounts("setup")["grafana-password"] == (str(GRAFANA), "rw")
-    assert mounts("grafana")["grafana-password"] == (str(SECRETS_FOLDER), "ro")
+    assert mounts("grafana")["grafana-password"] == (str(SECRETS), "ro")
     assert f" {GRAFANA} " in (ROOT / "Dockerfile.proxy").read_text()
     grafana = environment("grafana")["GF_SECURITY_ADMIN_PASSWORD__FILE"]
-    assert grafana == f"{SECRETS_FOLDER}/GRAFANA_ADMIN_PASSWORD"
+    assert grafana == f"{SECRETS}/GRAFANA_ADMIN_PASSWORD"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -402,7 +398,7 @@ def test_settings_in_compose_are_valid_and_agree_between_services(
     write_secrets(tmp_path, tmp_path, {"POSTGRES_PASSWORD": "p@ss/w:rd"})
 
     def read(kind: type[Kind], name: str) -> Kind:
-        assert environment(name)["PAWL_SECRETS_DIR"] == str(SECRETS_FOLDER)
+        assert environment(name)["PAWL_SECRETS_DIR"] == str(SECRETS)
         told = environment(name) | {"PAWL_SECRETS_DIR": str(tmp_path)}
         return settings_in(monkeypatch, kind, told)
 
@@ -450,7 +446,7 @@ def test_changed_database_password_is_refused_after_the_first_start(
         )
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
-    for way in ("take it out of .env", "ALTER ROLE pawl", f"{SECRETS_FOLDER}/POSTGRES_PASSWORD"):
+    for way in ("take it out of .env", "ALTER ROLE pawl", f"{SECRETS}/POSTGRES_PASSWORD"):
         assert way in said
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
     url = (tmp_path / "DATABASE_URL").read_text()
