@@ -1,6 +1,7 @@
 """`pawl evaluate` as a process: beside a stand-in for the proxy, and against a real one."""
 
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -13,9 +14,11 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from pawl.commands.evaluate import EvaluateFlags, run_evaluation
 from pawl.controller.evaluating import evaluate_candidate
 from pawl.rollout.evaluation import EvaluationReport
 from pawl.rollout.proxy import Models, ProxyClient
+from pawl.rollout.tasks import RolloutError
 from store.read.gates import VersionInRole
 from tests.integration.conftest import Proxy
 from tests.support.proxy.versions import version
@@ -138,26 +141,45 @@ async def test_version_unloaded_during_evaluation_is_not_called_worse(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--answer", "a"), "say what to run with `-- PROGRAM ARGUMENTS`"),
-        (("--python", "agent:answer"), "say with --answer FIELD or --judge COMMAND"),
+        ({"command": None}, "say what to run with `-- PROGRAM ARGUMENTS`"),
         (
-            ("--answer", "a", "--margin", "2", "--", "cat"),
-            "--range: margin must be smaller",
+            {"command": None, "python": "agent:answer", "answer": None},
+            "say with --answer FIELD or --judge COMMAND",
         ),
-        (("--answer", "a", "--against", "@9", "--", "cat"), "the proxy has no 'm@9'"),
-        (("--answer", "a", "--", "no-such-program"), "the program 'no-such-program' is not found"),
+        ({"margin": 2.0}, "--range: margin must be smaller"),
+        ({"against": "@9"}, "the proxy has no 'm@9'"),
+        ({"command": ["no-such-program"]}, "the program 'no-such-program' is not found"),
     ],
 )
 async def test_evaluate_refuses_an_unusable_option(
-    runner: Runner, options: tuple[str, ...], message: str
+    fake: FakeProxy,
+    runner: Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
-    outcome = await runner.run(*options)
+    monkeypatch.chdir(runner.folder)
+    usual = {
+        "policy": "m",
+        "tasks": Path("tasks.jsonl"),
+        "url": fake.url,
+        "command": ["cat"],
+        "answer": "a",
+    }
+    with pytest.raises(RolloutError, match=re.escape(message)):
+        await run_evaluation(EvaluateFlags(**(usual | options)))
+
+
+async def test_refused_evaluation_ends_with_status_2(runner: Runner) -> None:
+    outcome = await runner.run("--answer", "a")
     assert outcome.status == 2
-    assert message in outcome.errors
+    assert "pawl: say what to run with `-- PROGRAM ARGUMENTS`" in outcome.errors
 
 
-@pytest.mark.parametrize("says", ["recipe", "setting"])
-@pytest.mark.parametrize(("hours", "verdict"), [(12.0, "better"), (1e-9, None)])
+@pytest.mark.parametrize(
+    ("says", "hours", "verdict"),
+    [("recipe", 12.0, "better"), ("setting", 12.0, "better"), ("recipe", 1e-9, None)],
+)
 async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     fake: FakeProxy,
     runner: Runner,
