@@ -29,14 +29,14 @@ from trainer.credit.assign import TransitionCredit
 
 # The key of a transition within an update: its episode's id and its call's index in the episode.
 RowKey = tuple[UUID, int]
-PLAIN: Final = Distribution(temperature=1.0)
+PLAIN_SOFTMAX: Final = Distribution(temperature=1.0)
 
 Layout = Literal["tree", "stretches", "chain", "whole"]
 # From the layout that computes the fewest tokens to the layout that works with every model.
 LAYOUTS: Final[tuple[Layout, ...]] = ("tree", "stretches", "chain", "whole")
 # Stretches begin at multiples of this many tokens: a shorter stretch would take as long, since the
 # pass over the weights dominates, and recurrent layers compute in chunks of this size.
-STRETCH: Final = 64
+STRETCH_MULTIPLE: Final = 64
 
 
 class Row(Record, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
         prompt_ids=array("i", prompt_ids),
         sampled_ids=array("i", sampled_ids),
         sampled_logprobs=(0.0,) * len(sampled_ids),
-        distribution=PLAIN,
+        distribution=PLAIN_SOFTMAX,
         r_total=0.0,
         advantage=0.0,
         weight=0.0,
@@ -141,7 +141,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
         prompt_ids=ids_array(tokens.prompt_ids),
         sampled_ids=ids_array(tokens.sampled_ids),
         sampled_logprobs=() if imitated else tuple(unpack_logprobs(tokens.sampled_logprobs)),
-        distribution=PLAIN if imitated else distribution_of(call.sampling),
+        distribution=PLAIN_SOFTMAX if imitated else distribution_of(call.sampling),
         # `r_total` and `advantage` are None only if a teacher gives each token its own advantage.
         r_total=credit.r_total or 0.0,
         advantage=credit.advantage or 0.0,
@@ -154,7 +154,7 @@ def _row(credit: TransitionCredit, *, imitated: bool) -> Row:
 def correction_rows(
     credited: Iterable[TransitionCredit], replies: Mapping[str, Sequence[int]]
 ) -> list[Row]:
-    """Return the rows of the corrections that have token ids in `replies`, by call id."""
+    """Return a row for each correction whose reply has token ids in `replies`, by call id."""
     return [
         msgspec.structs.replace(
             bare_row(0, ids_array(credit.call.tokens.prompt_ids), replies[str(credit.call.id)]),
@@ -291,7 +291,7 @@ def plan_micro_batches(
     """Cut rows into micro-batches with the fewest computed tokens, then the fewest micro-batches.
 
     A micro-batch computes at most `budget` tokens. It may exceed the budget up to the length of its
-    longest row, or, within `most` tokens, up to twice that length. Then an episode whose calls drop
+    longest row, or, within `most` tokens, up to twice that length: so an episode whose calls drop
     earlier thoughts is not computed again for each call. No chain is cut. In the layout `tree`,
     tokens are distinct nodes of the prefix tree.
     """
@@ -333,7 +333,8 @@ def _count_repeated_tokens(chains: Sequence[Sequence[Row]], layout: Layout) -> l
     # changes their states in place.
     longest_shared = [0, *(max(0, min(map(len, pair)) - 2) for pair in pairwise(inputs))]
     return [
-        min(lengths) // STRETCH * STRETCH for lengths in zip(shared, longest_shared, strict=True)
+        min(lengths) // STRETCH_MULTIPLE * STRETCH_MULTIPLE
+        for lengths in zip(shared, longest_shared, strict=True)
     ]
 
 

@@ -26,7 +26,7 @@ class CreditLineError(TrainerError):
 
 
 class AdapterError(TrainerError):
-    """Report that files differ from their manifest, or that a version exists already."""
+    """Report that files are no usable adapter or version, or that a version exists already."""
 
 
 class FileMissing(AdapterError):

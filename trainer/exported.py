@@ -149,7 +149,7 @@ def _event(line: EventLine, event_id: UUID) -> ToolEvent:
 
 
 def policies_of(episodes: Iterable[Episode]) -> list[str]:
-    """Return the policies of the calls that can be trained."""
+    """Return the policies of the calls that can be trained or imitated, sorted by name."""
     calls = (call for episode in episodes for call in episode.calls)
     return sorted({c.policy for c in calls if c.policy and (c.trainable or c.reason in IMITABLE)})
 

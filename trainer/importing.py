@@ -107,7 +107,8 @@ class AdapterImport:
     async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.
 
-        `directory` is the adapter's original folder. A stopped import is finished or undone.
+        `directory` is the adapter's original folder. An earlier import that was stopped is finished
+        or undone first; if this one fails, it is finished or undone, too.
 
         Raises:
             AdapterError: the serving version has the same weights.

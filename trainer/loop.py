@@ -60,7 +60,7 @@ NO_SLOT: Final = (
     " cannot be tested before a slot is free; no update could begin before that either"
 )
 # Seconds between checks that model servers still answer.
-ASK_S: Final = 5.0
+SERVER_CHECK_S: Final = 5.0
 
 
 class Loop:
@@ -142,7 +142,7 @@ class Loop:
         await self._cleaning.clean()
 
     async def check_server(self) -> None:
-        """Test whether the model servers would serve a version correctly.
+        """Test whether the model servers would serve a version correctly; if so, end a suspicion.
 
         If memory is short, a teacher cannot be used, or all adapter slots are taken, training
         pauses, and the test is repeated until it gives a result.
@@ -165,14 +165,18 @@ class Loop:
             self._breaker.tested_return_count = self._publisher.servers.return_count
 
     async def test_if_due(self) -> None:
-        """If training is paused and a test is due, test whether updates could go on."""
+        """If training is paused and a test is due, test whether updates could go on.
+
+        If so, the pause ends, samples of a server that was at fault are excluded, and a version
+        whose publication waited for the test is published.
+        """
         breaker = self._breaker
         if breaker.test_is_due and await self._has_test_slot():
             is_suspect = breaker.suspects_servers
             test = self._self_test
             why = await (test.why_servers_fail() if is_suspect else test.why_update_fails())
             breaker.tested_return_count = self._publisher.servers.return_count
-            breaker.note_test(why)
+            breaker.apply_test_result(why)
             if why is None:
                 await self._exclude_wrong_samples()
             if why is None and is_suspect:
@@ -199,7 +203,7 @@ class Loop:
         servers = self._publisher.servers
         if servers.is_any_away or perf_counter() >= self._ask_at:
             await servers.ask(ModelServer.models)
-            self._ask_at = perf_counter() + ASK_S
+            self._ask_at = perf_counter() + SERVER_CHECK_S
         if servers.return_count != self._breaker.tested_return_count:
             self._breaker.pause_until_test("a model server was away, and may be another one now")
         await self._publisher.go_live()
@@ -283,7 +287,7 @@ class Loop:
 
     async def _undo_update(self, claim: Claim, why: LearnerError) -> None:
         await self._claiming.end_failed(claim.update_id, why)
-        await self._note_error(why, claim)
+        await self._count_failed_update(why, claim)
 
     async def _run_update(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
@@ -360,10 +364,10 @@ class Loop:
         """Publish a new version, and note success or rejection."""
         why = await self._recovery.publish(self._publisher, version, probe)
         if why is not None:
-            self._breaker.note_failure(why, "rejected")
+            self._breaker.count_failure(why, "rejected")
             self._log_pause()
         else:
-            self._breaker.note_success()
+            self._breaker.forget_failures()
 
     async def _test_servers(self, distant: int, measured: int) -> None:
         """Test the model servers, as `distant` of `measured` episodes are too far off the policy.
@@ -373,14 +377,14 @@ class Loop:
         """
         why = await self._self_test.why_servers_fail()
         if why is not None:
-            self._breaker.note_drift()
+            self._breaker.count_drift()
             raise ServerAtFault(
                 f"{distant} of {measured} episodes are too far off the policy, and a model server"
                 f" is at fault: {why}"
             )
         log.warning("many_episodes_off_policy", policy=self._policy, far=distant, measured=measured)
 
-    async def _note_error(self, error: LearnerError, claim: Claim) -> None:
+    async def _count_failed_update(self, error: LearnerError, claim: Claim) -> None:
         """Count a failed update, unless its bad episodes are consumed and the next can succeed.
 
         If a server may have sampled rows wrongly, test the servers: the fault may be over by now.
@@ -397,13 +401,13 @@ class Loop:
             return
         why: str | None = str(error)
         if error.suspects_servers:
-            self._breaker.note_drift()
+            self._breaker.count_drift()
             why = await self._self_test.why_servers_fail()
         if why is None:
             await self._exclude_wrong_samples()
-            self._breaker.note_past_fault(str(error))
+            self._breaker.count_past_fault(str(error))
         else:
-            self._breaker.note_failure(why, _pause_reason(error))
+            self._breaker.count_failure(why, _pause_reason(error))
         self._log_pause()
 
     async def _exclude_wrong_samples(self) -> None:

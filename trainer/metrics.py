@@ -25,7 +25,7 @@ EPISODES = Counter(
     "Episodes consumed: `trained`, or why not (as in `consumptions.reason`).",
     ["policy", "reason"],
 )
-LACKING = Gauge(
+LACKING_REWARD = Gauge(
     "pawl_lacking_episodes",
     "Episodes with feedback but without a reward, by reason.",
     ["policy", "reason"],
@@ -44,7 +44,7 @@ PAUSED = Gauge(
     ["policy", "reason"],
 )
 # Description of each metric that an update records; a table's description covers its entries.
-FIGURES: Final[Mapping[str, str]] = {
+FIGURE_DESCRIPTIONS: Final[Mapping[str, str]] = {
     "groups": "Tasks in the claim",
     "episodes": "Episodes in the claim",
     "trained_episodes": "Episodes that carried loss",
@@ -93,33 +93,35 @@ FIGURES: Final[Mapping[str, str]] = {
     "probe_difference": "Mean |served − trainer| log-probability",
     "manifest_sha256": "SHA-256 of the version's manifest",
 }
-UPDATE: Final = {
-    name: Gauge(f"pawl_update_{name}", f"{FIGURES[name]}, in the last update.", ["policy"])
+UPDATE_GAUGES: Final = {
+    name: Gauge(
+        f"pawl_update_{name}", f"{FIGURE_DESCRIPTIONS[name]}, in the last update.", ["policy"]
+    )
     for name in (
         *("reward_mean", "air_mean", "staleness_mean", "entropy", "masked_share"),
         *("effective_sample_size", "drift_kl", "kl_to_base", "grad_norm", "tokens_per_second"),
         *("mfu", "idle_share", "probe_difference"),
     )
 }
-LEFT = Gauge(
+LEFT_POLICY = Gauge(
     "pawl_policy_left",
     "1 while the trainer does not work on a policy because it failed; else 0.",
     ["policy"],
 )
-LIVE = Gauge(
+LIVE_VERSIONS = Gauge(
     "pawl_live_versions",
     "Versions that have, or will have, an adapter slot of the policy's model server.",
     ["policy"],
 )
-SLOTS = Gauge(
+ADAPTER_SLOTS = Gauge(
     "pawl_adapter_slots", "Adapter slots of the policy's model server, as far as known.", ["policy"]
 )
-LONGEST = Gauge(
+LONGEST_CALL = Gauge(
     "pawl_longest_call_tokens",
     "Tokens of the longest call that fits into the trainer's memory; longer ones are not trained"
     " (`too_long`).",
 )
-VERSION = Gauge(
+TRAINED_VERSION = Gauge(
     "pawl_trained_version", "Newest version that was promoted, by whomever.", ["policy"]
 )
 

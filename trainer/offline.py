@@ -92,7 +92,9 @@ async def train_episodes(
     learner = Learner(model, recipe, seed, out / ".scratch")
     why_another_base = None if start is None else learner.why_another_base(start)
     if why_another_base is not None:
-        raise AdapterError(f"{start}: {why_another_base} than {model}: set PAWL_MODEL to that one")
+        raise AdapterError(
+            f"{start}: {why_another_base} than {model}: set PAWL_MODEL to its base model"
+        )
     probe = learner.vocabulary_probe
     teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None
     training = Training(learner, out, _LocalVersions(out, policy, start_version), teacher)

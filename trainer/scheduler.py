@@ -18,7 +18,7 @@ from store.errors import ClaimLost
 from store.records import Record
 from trainer.errors import FilesUnread, UpstreamAway
 from trainer.loop import Loop
-from trainer.metrics import LEFT, begin_policy
+from trainer.metrics import LEFT_POLICY, begin_policy
 
 log = structlog.get_logger()
 
@@ -131,7 +131,7 @@ class PolicyWorker:
 
     def _show_failure(self, why: Exception | None) -> None:
         self.failure = why
-        LEFT.labels(self.policy).set(why is not None)
+        LEFT_POLICY.labels(self.policy).set(why is not None)
 
     async def _release_policy(self, guard: AsyncConnection, why: Exception) -> None:
         self._loop = None

@@ -258,7 +258,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """Return the plan of a model; `takes` is the memory that one process needs (pure)."""
     from trainer.learners.kernels.process import LEFT_FREE
-    from trainer.learners.memory import OVERHEAD
+    from trainer.learners.memory import OVERHEAD_BYTES
 
     memory, alone = int(memory_gib * GIB), takes
     takes = alone.per_process(gpus)
@@ -283,7 +283,7 @@ def memory_plan(
         weights_gib=round((takes.weights + takes.gathered) / GIB, 2),
         optimizer_gib=round(takes.optimizer / GIB, 2),
         head_gib=round(takes.head / GIB, 2),
-        overhead_gib=round(OVERHEAD / GIB, 2),
+        overhead_gib=round(OVERHEAD_BYTES / GIB, 2),
         plain_mib=round(takes.plain / MIB, 3),
         checkpointed_mib=round(takes.checkpointed / MIB, 3),
         longest=longest,

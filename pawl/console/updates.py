@@ -13,7 +13,7 @@ from starlette.routing import Route
 from pawl.console.pages import Refusal, page, reading, uuid_in, viewer_of
 from pawl.console.versions import chosen_policy
 from store.read.lineage import MOST_MEMBERS, episodes_of_update, read_update, updates_of
-from trainer.metrics import FIGURES
+from trainer.metrics import FIGURE_DESCRIPTIONS
 from trainer.trackers import BY_ID, flatten
 
 PAGE_SIZE: Final = 100
@@ -103,7 +103,7 @@ async def update(request: Request) -> Response:
         "update.html",
         update=row,
         figures=[
-            (name, value, FIGURES.get(name.partition("/")[0], ""))
+            (name, value, FIGURE_DESCRIPTIONS.get(name.partition("/")[0], ""))
             for name, value in sorted(flatten(row.metrics))
         ],
         groups=[(task, list(own)) for task, own in groupby(members, lambda row: row.task)],

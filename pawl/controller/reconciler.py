@@ -24,7 +24,7 @@ from trainer.errors import (
     TrainerError,
     UpstreamAway,
 )
-from trainer.publishing.adapters import check_files, probe_of
+from trainer.publishing.adapters import check_files, read_probe
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.probe import compare_served, rejection_reason
 from trainer.recipes.recipe import PublishOptions
@@ -130,7 +130,7 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     """
     path = Path(version.adapter_path or "")
     rows = await asyncio.to_thread(
-        probe_of, await server.files.fetch(path, version.manifest_sha256)
+        read_probe, await server.files.fetch(path, version.manifest_sha256)
     )
     if not rows:
         return

@@ -21,7 +21,7 @@ from store.version_states import mark_unloaded
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, Misserved, NotFetched, UpstreamAway
 from trainer.publishing.cleaning import IDLE_S
-from trainer.publishing.model_server import LIST_S, TIMEOUT_S, ModelServer
+from trainer.publishing.model_server import LIST_TIMEOUT_S, TIMEOUT_S, ModelServer
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ READ_S: Final = 10.0
 PROXY_REFRESH_S: Final = 10.0
 # The greatest age of a reading to load by. A load then ends before the trainer deletes the files of
 # a version that was unloaded just after the reading.
-OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_S
+OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_TIMEOUT_S
 
 
 class ServableVersions:

@@ -248,9 +248,10 @@ def _unit_baselines(
 ) -> list[Baselines]:
     """Return the baselines of each unit, in the order of `units`.
 
-    A unit is compared with the other units of its group, or with its family's moving average if it
-    is alone in its group or all units have the same final reward. If a task always fails, only the
-    family's other tasks show how much better a policy can do.
+    If the recipe's baseline needs a group, a unit is compared with the other units of its group, or
+    with its family's moving average if it is alone in its group or all units have the same final
+    reward. If a task always fails, only the family's other tasks show how much better a policy can
+    do.
     """
     baseline = BASELINES[rule.baseline]
     compared: dict[tuple[int, str], list[int]] = {}
@@ -263,9 +264,11 @@ def _unit_baselines(
         is_alike = baseline.needs_group and len({f for unit in members for f in unit.finals}) == 1
         if is_alike or (baseline.needs_group and is_alone):
             family, agent = members[0].family, members[0].agent
-            average = moving.of_finals(family, agent)
+            average = moving.final_average(family, agent)
             finals = [family_baseline(unit.finals, average) for unit in members]
-            airs = [family_baseline(unit.airs, moving.of_airs(family, agent)) for unit in members]
+            airs = [
+                family_baseline(unit.airs, moving.air_average(family, agent)) for unit in members
+            ]
             weight = air_weight([average.mean], reward_range)
         else:
             finals = baseline.values([unit.finals for unit in members])

@@ -45,7 +45,7 @@ UNIT_RANGE: Final[RewardRange] = (0.0, 1.0)
 # before it answers.
 LONG_CALL: Final = 512
 # Largest factor by which balancing task families may raise the weight of a small family.
-MOST_FAVOUR: Final = 4.0
+MAX_FAMILY_FACTOR: Final = 4.0
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 ALL_TRUSTED: Final[Mapping[str, float]] = {}
 # Reason not to train a call: its reward is the opinion of a judge with trust 0.
@@ -339,7 +339,7 @@ def loss_weights(
     rule: CreditOptions,
     trusts: Sequence[Sequence[float]] | None = None,
 ) -> list[list[float]]:
-    """Return each call's share of the update's loss, by episode; 1 in sum.
+    """Return each call's share of the update's loss, by episode; 1 in sum (0 if none is trained).
 
     `sampled` is each call's number of sampled tokens, or None for a call that is not trained, whose
     weight is 0; `families` is the family of each episode's task; `trusts` is a factor for each
@@ -351,7 +351,7 @@ def loss_weights(
       over a call's own tokens; the divisor is the update's token count instead of a constant.
     - `auto`: each family; within a family each token if calls are long (`LONG_CALL`), else each
       episode. So the most frequent task's answer does not become the answer to everything. A
-      family's weight is raised at most `MOST_FAVOUR` times.
+      family's weight is raised at most `MAX_FAMILY_FACTOR` times.
     """
     unit = rule.equal_weight
     if unit == "auto":
@@ -377,7 +377,7 @@ def _call_sizes(sampled: Sequence[int | None], unit: str) -> list[float]:
 
 
 def _even_families(sizes: Sequence[Sequence[float]], families: Sequence[str]) -> list[list[float]]:
-    """Scale sizes so that all families have the same sum; no factor exceeds `MOST_FAVOUR`."""
+    """Scale sizes so that all families have the same sum; no factor exceeds `MAX_FAMILY_FACTOR`."""
     by_family: dict[str, list[float]] = {}
     for own, family in zip(sizes, families, strict=True):
         by_family.setdefault(family, []).extend(own)
@@ -385,6 +385,6 @@ def _even_families(sizes: Sequence[Sequence[float]], families: Sequence[str]) ->
     trained = [family_sum for family_sum in sums.values() if family_sum]
     mean_sum = fsum(trained) / max(1, len(trained))
     return [
-        [size * min(MOST_FAVOUR, mean_sum / sums[family]) if size else 0.0 for size in own]
+        [size * min(MAX_FAMILY_FACTOR, mean_sum / sums[family]) if size else 0.0 for size in own]
         for own, family in zip(sizes, families, strict=True)
     ]

@@ -49,12 +49,12 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
     airs: Mapping[str, Mapping[str, MovingAverage]] = {}
 
-    def of_finals(self, family: str, agent: str) -> MovingAverage:
-        """Return the average final reward of a family; the tenant's if seen less than twice."""
+    def final_average(self, family: str, agent: str) -> MovingAverage:
+        """Return an agent's average of final rewards in a family; if below two, in the tenant."""
         return _family_or_tenant_average(self.families, family, agent)
 
-    def of_airs(self, family: str, agent: str) -> MovingAverage:
-        """Return the average AIR of a family; the tenant's if seen less than twice."""
+    def air_average(self, family: str, agent: str) -> MovingAverage:
+        """Return an agent's average of AIR in a family; if below two values, in the tenant."""
         return _family_or_tenant_average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":

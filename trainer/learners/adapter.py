@@ -33,7 +33,13 @@ from store.records import Record
 from trainer.errors import AdapterError, FilesUnread, LearnerError
 from trainer.learners.kernels.layers import make_adapter_lean
 from trainer.learners.scoring import decoder_of
-from trainer.publishing.adapters import BASE_FILE, STATE, read_base, translate_errors, write_base
+from trainer.publishing.adapters import (
+    BASE_FILE,
+    STATE_FOLDER,
+    read_base_hash,
+    translate_errors,
+    write_base_hash,
+)
 from trainer.publishing.foreign import (
     SIDES,
     USUAL_ALPHA,
@@ -57,14 +63,14 @@ ROUTER_KINDS: Final = re.compile(r".*(Router|Gating)")
 MAX_GATE_WIDTH: Final = 4
 # Model servers multiply this layer into other matrices of attention as they load the model, and
 # ignore an adapter of it.
-FOLDED: Final = frozenset({"kv_b_proj"})
+FOLDED_LAYERS: Final = frozenset({"kv_b_proj"})
 # PEFT's prefix of a layer's name in a file of weights.
 PEFT_PREFIX: Final = "base_model.model."
 # PEFT's suffix of the name of a layer that is adapted a second time, for another parameter.
 INNER_SUFFIX: Final = ".base_layer"
 # The parameters of stacked experts that get an adapter. PEFT nests their adapters in this order, by
 # which model servers tell them apart.
-STACKED: Final = ("gate_up_proj", "down_proj")
+STACKED_PARAMETERS: Final = ("gate_up_proj", "down_proj")
 # The name of the optimiser's state.
 OPTIMIZER: Final = "optimizer"
 
@@ -106,7 +112,7 @@ def choose_layers(modules: Sequence[ModelModule]) -> list[str]:
         and module.width > MAX_GATE_WIDTH
         and not module.head
         and not _is_inside(module.name, without)
-        and _leaf(module.name) not in FOLDED
+        and _leaf(module.name) not in FOLDED_LAYERS
     ]
 
 
@@ -304,7 +310,8 @@ def _new_config(
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.modules()),
         target_modules=chosen if by_architecture else lora.target_modules,
-        target_parameters=[f"{name}.{stack}" for name in experts for stack in STACKED] or None,
+        target_parameters=[f"{name}.{stack}" for name in experts for stack in STACKED_PARAMETERS]
+        or None,
         exclude_modules=outside,
         task_type=TASK,
     )
@@ -380,14 +387,14 @@ def save_state(objects: Mapping[str, Any], base_hash: str, version_folder: Path)
     Raises:
         OSError: the disk refused a write.
     """
-    folder = version_folder / STATE
+    folder = version_folder / STATE_FOLDER
     folder.mkdir(exist_ok=True)
     for name, stateful in objects.items():
         # Serialised in memory: torch's own file writer hides the reason of a failed write.
         written = io.BytesIO()
         torch.save(stateful.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
-    write_base(version_folder, base_hash)
+    write_base_hash(version_folder, base_hash)
 
 
 def save_adapter(model: Any, folder: Path) -> None:
@@ -414,7 +421,7 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> None:
         FilesUnread: a file cannot be read for now.
     """
     for name, stateful in objects.items():
-        path = version_folder / STATE / f"{name}.pt"
+        path = version_folder / STATE_FOLDER / f"{name}.pt"
         if not path.exists():
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
@@ -447,7 +454,7 @@ def write_foreign_adapter(model: PeftModel, base_hash: str, adapter: Path, folde
     Raises:
         AdapterError: the adapter cannot be a version; the message says why, and what to do.
     """
-    if (adapter / BASE_FILE).exists() and read_base(adapter) != base_hash:
+    if (adapter / BASE_FILE).exists() and read_base_hash(adapter) != base_hash:
         raise refusal(
             adapter,
             f"it was trained on another base model, says its {BASE_FILE}: import an adapter of this"

@@ -96,7 +96,7 @@ class _LeadingLearner:
         self.write_test_adapter = partial(self._run_everywhere, learner.write_test_adapter)
         self.rehearse = partial(self._run_everywhere, learner.rehearse)
         self.save = partial(self._run_everywhere, learner.save)
-        self.note_saved = partial(self._run_everywhere, learner.note_saved)
+        self.mark_saved = partial(self._run_everywhere, learner.mark_saved)
 
     def _run_everywhere(self, command: Callable[..., T], *args: object) -> T:
         with self._lock:

@@ -118,7 +118,7 @@ class KlToBase:
         return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
-        """Return `kl_penalised`, the mean of the weighted k3 over the update, in nats per token."""
+        """Return `kl_penalised`, the update's mean weighted k3, nats a token; empty without KL."""
         return {"kl_penalised": self._seen / self._weight} if self._weight else {}
 
 
@@ -171,7 +171,7 @@ def kl_by_row(model: Any, rows: Sequence[Row], *, layout: Layout) -> ByRow:
     with model.disable_adapter():
         base, _ = states_of(model, rows, layout)
     places = torch.tensor(parents, device=own.device)
-    return cut_by_row(rows, head_kl(own[places], base[places], Head.of(model)))
+    return cut_by_row(rows, head_kl(own[places], base[places], Head.of_model(model)))
 
 
 def _whole_row_kl(model: Any, row: Row) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from trainer.batches import LAYOUTS, STRETCH, Layout, Row, bare_row
+from trainer.batches import LAYOUTS, STRETCH_MULTIPLE, Layout, Row, bare_row
 from trainer.errors import LearnerError
 from trainer.learners.budget import is_out_of_memory
 from trainer.learners.processes import Processes
@@ -104,10 +104,12 @@ def _mismatch_reason(model: Any, layout: Layout) -> str | None:
 def _shorten_windows(config: Any) -> Iterator[None]:
     """Shorten attention windows within the block, so that the short test rows exceed them."""
     own = {name: getattr(config, name, None) for name in WINDOWS}
-    longer = {name: window for name, window in own.items() if window and window > STRETCH // 2}
+    longer = {
+        name: window for name, window in own.items() if window and window > STRETCH_MULTIPLE // 2
+    }
     try:
         for name in longer:
-            setattr(config, name, STRETCH // 2)
+            setattr(config, name, STRETCH_MULTIPLE // 2)
         yield
     finally:
         for name, window in longer.items():
@@ -191,8 +193,8 @@ def _test_rows(vocabulary: int) -> list[Row]:
     The shared prompt is longer than a stretch.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (STRETCH + 44,), generator=generator).tolist()
-    shared = STRETCH + 12
+    ids = torch.randint(vocabulary, (STRETCH_MULTIPLE + 44,), generator=generator).tolist()
+    shared = STRETCH_MULTIPLE + 12
     extended = [*ids[: shared + 6], *ids[shared + 26 :]]
     prompts = [ids[:shared], ids[:shared], extended, ids[: shared // 2]]
     sampled = [ids[start : start + 6] for start in range(shared, shared + 24, 6)]

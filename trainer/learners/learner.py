@@ -70,7 +70,7 @@ from trainer.learners.steps import (
     fits_in_memory,
     update_figures,
 )
-from trainer.metrics import LONGEST
+from trainer.metrics import LONGEST_CALL
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import OFF_POLICY
 
@@ -166,7 +166,7 @@ class Learner:
         self._interrupted.set()
 
     def forget_model(self) -> None:
-        """Drop the model, because another learner uses the base; `restore` loads it again."""
+        """Drop the model and its unsaved weights; only `restore` loads a version again."""
         self._loaded_version = UNSAVED
         self._model = self._trainer = self._step = None
 
@@ -209,7 +209,7 @@ class Learner:
         if self._model.device.type == "cuda":
             self._correct_plan(self._memory_plan)
         longest = self._longest_row(self._memory_plan)
-        LONGEST.set(longest)
+        LONGEST_CALL.set(longest)
         context = self._memory_plan.context
         if context is not None and longest < context:
             log.warning(
@@ -259,7 +259,7 @@ class Learner:
             )
         except MemoryRanOut:
             return False
-        [row] = self._trainer.prepare([row], InitialValues.of(initial))
+        [row] = self._trainer.prepare([row], InitialValues.merge(initial))
         has_room = fits_in_memory(self._trainer, self.processes, row)
         self._undo_step()
         return has_room
@@ -343,7 +343,7 @@ class Learner:
         return rows
 
     def layer_kinds(self) -> list[str]:
-        """Return the kinds of the layers that a new adapter has, each once."""
+        """Load a new adapter, and return the kinds of its layers, each once."""
         self.restore(None)
         names = (name for name, _ in self._model.named_parameters() if "lora_B" in name)
         return list(dict.fromkeys(map(layer_kind, names)))
@@ -479,8 +479,8 @@ class Learner:
     def _initial_values(self, rows: Sequence[Row]) -> InitialValues:
         """Return the rows' values before the first step; empty if the loss needs none."""
         if not self._trainer.needs_initial_values:
-            return InitialValues.of([])
-        return InitialValues.of(self._survey_in_parts(rows, self._trainer.initial_values))
+            return InitialValues.merge([])
+        return InitialValues.merge(self._survey_in_parts(rows, self._trainer.initial_values))
 
     def _train_step(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
         def run(cut: MicroBatches) -> tuple[float, float]:
@@ -619,6 +619,6 @@ class Learner:
         save_adapter(self._model, folder)
         save_state(self._resumable_objects(), self._base.hash, folder)
 
-    def note_saved(self, adapter: Path) -> None:
-        """Note that the current state is saved in `adapter`, so that `restore` need not read it."""
+    def mark_saved(self, adapter: Path) -> None:
+        """Take `adapter` as the saved current state, so that `restore` need not read it."""
         self._loaded_version = adapter

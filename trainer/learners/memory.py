@@ -39,15 +39,15 @@ from trainer.recipes.recipe import Recipe
 GIB: Final = 2**30
 # The names, in transformers, of attention that computes only shapes: the usual one, and one that
 # repeats grouped heads (`kernels.process.fuse_wide_attention`).
-PLANNED: Final = "pawl_planned"
-PLANNED_WIDE: Final = "pawl_planned_wide"
+PLANNED_ATTENTION: Final = "pawl_planned"
+PLANNED_WIDE_ATTENTION: Final = "pawl_planned_wide"
 # A layer is measured on so many tokens that bytes which do not grow with the tokens hardly count.
-TOKENS: Final = 4096
+MEASURED_TOKENS: Final = 4096
 # Bytes of a trained parameter, in float32: its value, its gradient, AdamW's two moments, and its
 # value before the update (`off_policy.min_overlap`).
 TRAINED_BYTES: Final = 20
 # CUDA's context, the workspaces of its libraries, and memory that the allocator cannot use.
-OVERHEAD: Final = GIB
+OVERHEAD_BYTES: Final = GIB
 
 
 class Footprint(Record, frozen=True, kw_only=True):
@@ -99,12 +99,12 @@ class Footprint(Record, frozen=True, kw_only=True):
     @property
     def fixed_bytes(self) -> int:
         """Return the bytes that do not depend on how many tokens are computed at once."""
-        return self.weights + self.gathered + self.optimizer + self.head + OVERHEAD
+        return self.weights + self.gathered + self.optimizer + self.head + OVERHEAD_BYTES
 
     @property
     def loaded_bytes(self) -> int:
         """Return the bytes that the loaded model takes before it is trained."""
-        return self.weights + OVERHEAD
+        return self.weights + OVERHEAD_BYTES
 
     def needed_bytes(self, tokens: int, *, checkpointing: bool) -> int:
         """Return the bytes that it takes to train on `tokens` tokens at once."""
@@ -116,7 +116,7 @@ class Footprint(Record, frozen=True, kw_only=True):
         return max(0, room - self.fixed_bytes) // token_bytes
 
     def per_process(self, processes: int) -> "Footprint":
-        """Return the footprint in each of `processes` processes, which shard the weights."""
+        """Return the footprint of each of `processes` processes, which shard a base that can be."""
         if processes == 1 or not self.layers:
             return self
         saved = sum(self.layers) * (processes - 1) // processes
@@ -125,7 +125,10 @@ class Footprint(Record, frozen=True, kw_only=True):
         )
 
     def checkpointed_share(self, tokens: int, room: int) -> float:
-        """Return the share of layers to checkpoint so that `tokens` tokens fit in `room` bytes."""
+        """Return the share of layers to checkpoint so that `tokens` tokens fit in `room` bytes.
+
+        It is 1 also if they do not fit even then.
+        """
         lacking = self.needed_bytes(tokens, checkpointing=False) - room
         if lacking <= 0:
             return 0.0
@@ -159,7 +162,7 @@ def footprint(model: str, recipe: Recipe, device: str = "cuda") -> Footprint:
             # bfloat16, because some operations of experts support no wider numbers.
             base = loader_of(config).from_config(config, dtype=torch.bfloat16)
         wide = precision(recipe, device) == torch.float32 and device == "cuda"
-        base.set_attn_implementation(PLANNED_WIDE if wide else PLANNED)
+        base.set_attn_implementation(PLANNED_WIDE_ATTENTION if wide else PLANNED_ATTENTION)
         encode_positions(base)
     make_base_lean(base)
     parameters = sum(parameter.numel() for parameter in base.parameters())
@@ -263,8 +266,8 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
     try:
         with torch.no_grad():
             decoder(
-                input_ids=torch.zeros(1, TOKENS, dtype=torch.long, device="meta"),
-                position_ids=torch.arange(TOKENS, device="meta")[None],
+                input_ids=torch.zeros(1, MEASURED_TOKENS, dtype=torch.long, device="meta"),
+                position_ids=torch.arange(MEASURED_TOKENS, device="meta")[None],
                 use_cache=False,
             )
         for hook in hooks:
@@ -290,7 +293,7 @@ def _measure_layer(
         kept = living.now
         out.backward(torch.empty_like(out))
     layer.zero_grad()
-    return kept // TOKENS, max(0, living.most - kept) // TOKENS
+    return kept // MEASURED_TOKENS, max(0, living.most - kept) // MEASURED_TOKENS
 
 
 def peak_bytes_of(device: torch.device, run: Callable[[], bool]) -> int | None:
@@ -371,5 +374,5 @@ def _planned_wide_attention(
 
 
 # No mask function is registered, so that transformers makes no mask.
-AttentionInterface.register(PLANNED, _planned_attention)
-AttentionInterface.register(PLANNED_WIDE, _planned_wide_attention)
+AttentionInterface.register(PLANNED_ATTENTION, _planned_attention)
+AttentionInterface.register(PLANNED_WIDE_ATTENTION, _planned_wide_attention)

@@ -57,7 +57,7 @@ from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.shaping import Vocabulary
 from trainer.learners.scoring import attention_implementation, layers_of
 from trainer.learners.steps import check_ids
-from trainer.publishing.adapters import read_base
+from trainer.publishing.adapters import read_base_hash
 from trainer.recipes.recipe import LoraOptions, Recipe
 
 # So many values of each parameter are hashed to identify a model: training changes nearly all.
@@ -185,7 +185,7 @@ def empty_model(config: Any) -> Any:
 
 
 def load_base(model: str, recipe: Recipe, processes: Processes | None = None) -> tuple[Any, Any]:
-    """Load the causal LM, onto the GPU if there is one, and its tokenizer.
+    """Return the causal LM, loaded onto the GPU if there is one, and its tokenizer.
 
     Its decoder layers are sharded over `processes`, unless the recipe packs them.
 
@@ -330,7 +330,7 @@ def save_merged(model: str, adapter: Path, folder: Path) -> None:
         OSError: the disk refused a write.
     """
     base, tokenizer = _load_model(model, "auto")
-    if read_base(adapter) != base_hash(base):
+    if read_base_hash(adapter) != base_hash(base):
         raise LearnerError(
             f"{model} is not the base model that the adapter in {adapter} was trained on: set"
             " PAWL_MODEL to the folder or name of that base model"
@@ -542,7 +542,7 @@ class Base:
             AdapterError: the file with the hash is missing or damaged.
             FilesUnread: the file with the hash cannot be read for now.
         """
-        if read_base(adapter) == self.hash:
+        if read_base_hash(adapter) == self.hash:
             return None
         return "it was trained on another base model"
 

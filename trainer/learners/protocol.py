@@ -53,20 +53,23 @@ class LearnerProtocol(Protocol):
             OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
 
-    def note_saved(self, adapter: Path) -> None:
-        """Note that the version in `adapter` is the state that was last saved."""
+    def mark_saved(self, adapter: Path) -> None:
+        """Take the folder `adapter` as that of the last saved state; nothing is written."""
 
     def set_served_context(self, tokens: int) -> None:
         """Encode positions as a server with a context of `tokens` tokens does."""
 
     def layer_kinds(self) -> Sequence[str]:
-        """Return the kinds of layers of a new adapter, such as `layers.*.mlp.up_proj`."""
+        """Return the kinds of layers of a new adapter, such as `layers.*.mlp.up_proj`.
+
+        The learner must be restored before it trains.
+        """
 
     def halve_micro_batches(self, halvings: int) -> int:
         """Halve the full micro-batches `halvings` times for some updates; return their tokens."""
 
     def leave_out_kinds(self, kinds: Collection[str]) -> None:
-        """Leave layers of these kinds out of new adapters.
+        """Leave layers of these kinds out of new adapters, and load a new one.
 
         Raises:
             LearnerError: the recipe names them, or no layer is left.
@@ -129,5 +132,6 @@ class LearnerProtocol(Protocol):
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return the log-probabilities (S,) of each row's sampled tokens at temperature one.
 
-        Sampling settings are not applied: a probe asks the server for the same figures.
+        They are those of the adapter that is loaded or was trained last. Sampling settings are not
+        applied: a probe asks the server for the same figures.
         """

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trainer.batches import (
-    PLAIN,
+    PLAIN_SOFTMAX,
     Layout,
     Row,
     RowKey,
@@ -74,14 +74,14 @@ def score_rows(
     labels = [token for row in rows for token in row.sampled_ids]
     label_tensor = torch.tensor(labels, device=states.device)
     places = places_of(rows, parents)
-    logprobs, entropies = head_logprobs(states, Head.of(model), places, rows, label_tensor)
+    logprobs, entropies = head_logprobs(states, Head.of_model(model), places, rows, label_tensor)
     head_inputs = states[torch.tensor(parents, device=states.device)] if hidden else None
     return Scored(logprobs, entropies, head_inputs)
 
 
 def plain_logprobs(model: Any, rows: Sequence[Row], *, layout: Layout) -> list[list[float]]:
     """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
-    plain_rows = ([msgspec.structs.replace(row, distribution=PLAIN)] for row in rows)
+    plain_rows = ([msgspec.structs.replace(row, distribution=PLAIN_SOFTMAX)] for row in rows)
     with torch.no_grad():
         return [score_rows(model, row, layout=layout).logprobs.tolist() for row in plain_rows]
 
@@ -306,7 +306,7 @@ def _score_row(row: Row, logits: Tensor, states: Tensor) -> Scored:
     labels = torch.tensor(row.sampled_ids, dtype=torch.long, device=logits.device)
     if not row.distribution.is_plain:
         places = [(0, sampled) for sampled in range(len(row.sampled_ids))]
-        history = History.of([row], places, logits.device)
+        history = History.at_places([row], places, logits.device)
         return Scored(*score_for_autograd(wide, row.distribution, history, labels), states)
     distribution = torch.log_softmax(wide / row.distribution.temperature, dim=-1)
     with torch.no_grad():

@@ -69,7 +69,7 @@ class OptimiserSteps:
     """Take optimiser steps with one TRL trainer, in all processes together."""
 
     def __init__(self, trainer: Any, interrupted: threading.Event, processes: Processes) -> None:
-        """Store the optimiser's current learning rates, of which `share` scales each update."""
+        """Store the optimiser's current learning rates; in an update `share` multiplies them."""
         self._processes = processes
         self._trainer = trainer
         self._interrupted = interrupted

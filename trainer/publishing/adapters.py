@@ -38,8 +38,8 @@ from trainer.publishing.probe import ProbeRow
 log = structlog.get_logger()
 
 MANIFEST: Final = "manifest.json"
-SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
-STATE: Final = "trainer"
+SERVED_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+STATE_FOLDER: Final = "trainer"
 
 
 class NewVersion(Record, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
     partial = place.with_name(f".{new.version}-{new.update_id}")
     with atomic_folder(place, partial):
         save(partial)
-        hashes = {name: sha256_of(partial / name) for name in SERVED}
+        hashes = {name: sha256_of(partial / name) for name in SERVED_FILES}
         manifest = Manifest(sha256=hashes, **msgspec.structs.asdict(new))
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     return place
@@ -99,7 +99,7 @@ def write_hashes(folder: Path) -> str:
 
     With it a folder that is no version, such as a self-test's, can be fetched like one.
     """
-    hashes = {name: sha256_of(folder / name) for name in SERVED}
+    hashes = {name: sha256_of(folder / name) for name in SERVED_FILES}
     (folder / MANIFEST).write_bytes(msgspec.json.encode({"sha256": hashes}))
     return sha256_of(folder / MANIFEST)
 
@@ -127,7 +127,7 @@ def _parse_manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def probe_of(folder: Path) -> tuple[ProbeRow, ...]:
+def read_probe(folder: Path) -> tuple[ProbeRow, ...]:
     """Return the probe rows of the version in a folder; none if it has no manifest."""
     manifest = _parse_manifest(folder)
     return () if manifest is None else manifest.probe
@@ -222,12 +222,12 @@ class BaseHash(Record, frozen=True, kw_only=True):
     base: str
 
 
-def write_base(folder: Path, base: str) -> None:
+def write_base_hash(folder: Path, base: str) -> None:
     """Write the hash of the base model into a version's folder."""
     (folder / BASE_FILE).write_bytes(msgspec.json.encode(BaseHash(base=base)))
 
 
-def read_base(folder: Path) -> str:
+def read_base_hash(folder: Path) -> str:
     """Return the hash of the base model of the version in `folder`."""
     path = folder / BASE_FILE
     try:
@@ -237,8 +237,8 @@ def read_base(folder: Path) -> str:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
 
-RESTORE: Final = "restore it from a backup"
-MOUNT: Final = (
+RESTORE_REMEDY: Final = "restore it from a backup"
+MOUNT_REMEDY: Final = (
     "let this machine see the trainer's PAWL_ADAPTER_DIR under the same path, or, if it does, "
     "restore the folder from a backup"
 )
@@ -267,20 +267,21 @@ def why_altered(version: PolicyVersion, folder: Path | None = None) -> str | Non
         manifest = read_manifest(folder)
         if manifest is None:
             with translate_errors(folder):
-                return f"{folder / MANIFEST} is not there; {RESTORE if folder.exists() else MOUNT}"
+                remedy = RESTORE_REMEDY if folder.exists() else MOUNT_REMEDY
+                return f"{folder / MANIFEST} is not there; {remedy}"
         if version.manifest_sha256 not in (None, version_file_sha256(folder / MANIFEST)):
-            return f"{folder / MANIFEST} is not the one that its update wrote; {RESTORE}"
+            return f"{folder / MANIFEST} is not the one that its update wrote; {RESTORE_REMEDY}"
     except AdapterError as error:
         return str(error)
     written_for = (manifest.policy, manifest.version, manifest.update_id)
     if written_for != (version.name, version.version, version.update_id):
         name = f"{manifest.policy}@{manifest.version}"
-        return f"{folder} has the files of {name}, of update {manifest.update_id}; {RESTORE}"
+        return f"{folder} has the files of {name}, of update {manifest.update_id}; {RESTORE_REMEDY}"
     return None
 
 
 # `BASE_FILE` identifies the base model by hash, so that an import need not rely on its name.
-EXPORTED: Final = (*SERVED, BASE_FILE)
+EXPORTED_FILES: Final = (*SERVED_FILES, BASE_FILE)
 
 
 def copy_adapter(version: Path, folder: Path) -> None:
@@ -289,7 +290,7 @@ def copy_adapter(version: Path, folder: Path) -> None:
     Raises:
         OSError: a file cannot be read or written.
     """
-    for name in EXPORTED:
+    for name in EXPORTED_FILES:
         if (version / name).exists():
             copyfile(version / name, folder / name)
 

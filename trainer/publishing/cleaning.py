@@ -82,7 +82,7 @@ class Cleaning:
         for version in versions:
             keeps_state = version.is_servable or version.state == "written"
             if version.version in folders and not keeps_state:
-                state = folders[version.version] / adapters.STATE
+                state = folders[version.version] / adapters.STATE_FOLDER
                 await asyncio.to_thread(shutil.rmtree, state, ignore_errors=True)
 
     async def _mark_deleted(self) -> set[int]:

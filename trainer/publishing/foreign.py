@@ -16,10 +16,10 @@ from typing import Any, Final
 import msgspec
 
 from trainer.errors import AdapterError
-from trainer.publishing.adapters import SERVED
+from trainer.publishing.adapters import SERVED_FILES
 from trainer.recipes.recipe import LoraOptions
 
-CONFIG, WEIGHTS = SERVED
+CONFIG, WEIGHTS = SERVED_FILES
 SIDES: Final = (".lora_A.weight", ".lora_B.weight")
 # Keys that PEFT's configuration of a plain LoRA adapter may set. Any other key must be empty: it
 # makes another kind of adapter (`use_dora`, `modules_to_save`, `rank_pattern`), or is unknown here.
@@ -46,7 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         AdapterError: there is no adapter, or it cannot be read.
     """
-    for name in SERVED:
+    for name in SERVED_FILES:
         # Unlike `Path.is_file`, this never raises, whatever the name.
         if not os.path.isfile(folder / name):
             raise AdapterError(
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refusal(folder: Path, why: str) -> AdapterError:
-    """Return the error, in one line, that the adapter in `folder` cannot be imported."""
+    """Return the error that says, in one line, why the adapter in `folder` is not imported."""
     # The reason quotes values of the adapter's configuration, which may have any length.
     line = "".join(character if character.isprintable() else " " for character in why[:600])
     return AdapterError(f"{folder} cannot be imported: {line}")

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 TIMEOUT_S: Final = 120.0
 # Sampling settings under which only the temperature shapes the distribution.
-NEUTRAL: Final[Mapping[str, float]] = {
+NEUTRAL_SETTINGS: Final[Mapping[str, float]] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -36,7 +36,7 @@ NEUTRAL: Final[Mapping[str, float]] = {
     "frequency_penalty": 0.0,
 }
 # Listing models needs no engine: a server that takes longer counts as away.
-LIST_S: Final = 10.0
+LIST_TIMEOUT_S: Final = 10.0
 SERVER_ERROR: Final = 500
 # A gateway sends these for a server that does not answer; no model server sends them.
 GATEWAY_ERRORS: Final = (502, 504)
@@ -99,7 +99,7 @@ class ModelServer:
 
         A server that does not list its models counts as away (`UpstreamAway`).
         """
-        status, body = await self._request("GET", "/models", None, LIST_S)
+        status, body = await self._request("GET", "/models", None, LIST_TIMEOUT_S)
         if status != 200:
             raise UpstreamAway(
                 f"the model server does not list its models: {status} {body}; is {self.url} its"
@@ -117,14 +117,14 @@ class ModelServer:
     async def metrics(self) -> str:
         """Return the text of `/metrics`, or "" if the server has none."""
         root = self._base_url.removesuffix("/v1")
-        status, body = await self._send("GET", f"{root}/metrics", None, LIST_S)
+        status, body = await self._send("GET", f"{root}/metrics", None, LIST_TIMEOUT_S)
         return body if status == 200 and isinstance(body, str) else ""
 
     async def token_ids(self, model: str, text: str) -> list[int]:
         """Return the ids that a model's tokenizer gives a text, with no special tokens added."""
         root = self._base_url.removesuffix("/v1")
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, answer = await self._send("POST", f"{root}/tokenize", body, LIST_S)
+        status, answer = await self._send("POST", f"{root}/tokenize", body, LIST_TIMEOUT_S)
         try:
             return list(map(int, answer["tokens"]))
         except _MALFORMED as error:
@@ -139,11 +139,11 @@ class ModelServer:
         root = self._base_url.removesuffix("/v1")
         asked = {"model": model, "prompt": SEPARATOR, "add_special_tokens": False}
         try:
-            _, body = await self._send("POST", f"{root}/tokenize", asked, LIST_S)
+            _, body = await self._send("POST", f"{root}/tokenize", asked, LIST_TIMEOUT_S)
             separator = list(map(int, body["tokens"]))
             joined = [part for token in ids for part in (*separator, token)]
             asked = {"model": model, "tokens": joined}
-            _, body = await self._send("POST", f"{root}/detokenize", asked, LIST_S)
+            _, body = await self._send("POST", f"{root}/detokenize", asked, LIST_TIMEOUT_S)
             texts = str(body["prompt"]).split(SEPARATOR)[1:]
         except _MALFORMED:
             # The server is no vLLM, or lacks the model.
@@ -260,7 +260,7 @@ class ModelServer:
             "model": name,
             "prompt": list(ids),
             # Overrides the server's default settings.
-            **NEUTRAL,
+            **NEUTRAL_SETTINGS,
             **settings,
             "logprobs": 0,
             "return_token_ids": True,
@@ -324,7 +324,7 @@ class ModelServer:
         if status < SERVER_ERROR:
             return PublishError(why)
         health = self._base_url.removesuffix("/v1") + "/health"
-        status, _ = await self._send("GET", health, None, LIST_S)
+        status, _ = await self._send("GET", health, None, LIST_TIMEOUT_S)
         return UpstreamAway(why) if status >= SERVER_ERROR else PublishError(why)
 
     async def _request(

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store import adapter_slots
 from store.adapter_slots import KeptVersion, LiveCounts, free_slots, needed_slots
 from trainer.errors import UpstreamAway
-from trainer.metrics import LIVE, SLOTS
+from trainer.metrics import ADAPTER_SLOTS, LIVE_VERSIONS
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.recipes.recipe import Recipe
 from trainer.settings import USUAL_SLOTS
@@ -107,7 +107,8 @@ class Pacing:
     async def has_test_slot(self, connection: AsyncConnection) -> bool:
         """Return whether there is a slot for a self-test's adapter, which is loaded for a moment.
 
-        No slot is reserved. Versions that are being made take no slot yet: they are loaded later.
+        If all are taken, versions that may be unloaded make room. No slot is reserved. Versions
+        that are being made take no slot yet: they are loaded later.
         """
         slots, live = await self._lock_slots(connection)
         missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), slots)
@@ -124,8 +125,8 @@ class Pacing:
             connection, self._policy, self._together, self._known_policies
         )
         self._warn_of_settings(live, slots)
-        LIVE.labels(self._policy).set(live.total)
-        SLOTS.labels(self._policy).set(slots)
+        LIVE_VERSIONS.labels(self._policy).set(live.total)
+        ADAPTER_SLOTS.labels(self._policy).set(slots)
         return slots, live
 
     def _needed_slots(self, live: LiveCounts, slots: int, free: int) -> int:

@@ -25,7 +25,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     """Differences between log-probabilities over all probe tokens, in nats per token.
 
     `mean_difference` and `largest_difference` are of |served − trainer|; `moved` is the largest
-    |served by the new version − served by the version before|. `tokens` is their number.
+    |served by the new version − served by the serving version|. `tokens` counts the probe tokens.
     """
 
     mean_difference: float
@@ -39,9 +39,9 @@ def compare_served(
     trained: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]],
 ) -> ProbeResult:
-    """Compare a version's served log-probabilities with the trainer's and the version before.
+    """Compare a new version's served log-probabilities with the trainer's, and with `before`.
 
-    `before` are the values that the server gives under the version before. Shapes: each is
+    `before` are the values that the server gives under the serving version. Shapes: each is
     (rows, S), the log-probabilities of each row's last tokens.
     """
     differences = _differences(chain(*served), chain(*trained))
@@ -58,7 +58,7 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     """Return why a version must not serve, or None if it may.
 
     `tolerance` bounds the mean difference. A NaN difference is rejected too. If the values are
-    exactly those of the version before, the new one was not loaded: an update always moves the
+    exactly those of the serving version, the new one was not loaded: an update always moves the
     policy.
     """
     if not probe.mean_difference <= tolerance:
@@ -76,9 +76,9 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
 
 
 # A server applies an adapter if it shows at least this share of the adapter's effect.
-APPLIED: Final = 0.85
+APPLIED_SHARE: Final = 0.85
 # A server ignores an adapter if it shows at most this share of the adapter's effect.
-IGNORED: Final = 0.15
+IGNORED_SHARE: Final = 0.15
 
 
 class Effects(Record, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class Effects(Record, frozen=True, kw_only=True):
     @property
     def is_ignored(self) -> bool:
         """Return whether the server computes as if it had no adapter."""
-        return abs(self.effect_share) <= IGNORED
+        return abs(self.effect_share) <= IGNORED_SHARE
 
 
 class Compared(Effects, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ def why_misfit(compared: Compared, tolerance: float) -> str | None:
             f" more than publish.tolerance = {tolerance:g}: serve the model that PAWL_MODEL names,"
             " in the recipe's dtype"
         )
-    if not APPLIED <= compared.effect_share <= 1 / APPLIED:
+    if not APPLIED_SHARE <= compared.effect_share <= 1 / APPLIED_SHARE:
         fault = "does not apply" if compared.is_ignored else "applies differently from the trainer"
         return (
             f"the model server loads an adapter that it {fault} ({compared.effect_share:.0%} of its"

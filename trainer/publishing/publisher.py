@@ -18,7 +18,7 @@ from store.schema.tables import KL_TO_BASE
 from store.version_states import lock_policies, set_state
 from store.versions import PolicyVersion
 from trainer.errors import PublishError
-from trainer.metrics import UPDATE, UPDATES, VERSION
+from trainer.metrics import TRAINED_VERSION, UPDATE_GAUGES, UPDATES
 from trainer.publishing.adapters import check_files
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare_served, rejection_reason
@@ -27,7 +27,7 @@ from trainer.recipes.recipe import PublishOptions, Recipe
 log = structlog.get_logger()
 
 # The recorded reason for which a version becomes `loaded`.
-PROBED: Final = "it is loaded, and served as it was trained"
+PROBED_REASON: Final = "it is loaded, and served as it was trained"
 
 
 class Publisher:
@@ -86,7 +86,7 @@ class Publisher:
         if not promoted:
             log.info("version_waits", version=version.served_name, goes_with=self.together)
         self._show_promoted(promoted)
-        UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
+        UPDATE_GAUGES["probe_difference"].labels(self._policy).set(probe.mean_difference)
         log.info(
             "version_probed",
             version=version.served_name,
@@ -121,13 +121,13 @@ class Publisher:
                 self._policy,
                 version.version,
                 self._judged_by,
-                reason=PROBED,
+                reason=PROBED_REASON,
                 actor="trainer",
             )
             return await self._promote(connection)
 
     async def go_live(self) -> None:
-        """Promote the loaded versions of `together`: all at once, or those there after a long wait.
+        """Promote the loaded versions of `together` at once, if all are loaded or the wait is over.
 
         They are promoted in one transaction, and proxies read all versions at once. So no new
         episode gets a new version of one policy and the old version of another. The trainer of any
@@ -137,7 +137,7 @@ class Publisher:
             promoted = await self._promote(connection)
             newest = await newest_promoted(connection, self._policy)
         self._show_promoted(promoted)
-        VERSION.labels(self._policy).set(newest)
+        TRAINED_VERSION.labels(self._policy).set(newest)
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
         if not self._rule.serves_at_once:
@@ -147,7 +147,7 @@ class Publisher:
 
     def _show_promoted(self, promoted: Sequence[PolicyVersion]) -> None:
         for version in promoted:
-            VERSION.labels(version.name).set(version.version)
+            TRAINED_VERSION.labels(version.name).set(version.version)
             log.info("version_promoted", version=version.served_name)
 
     async def _probe(

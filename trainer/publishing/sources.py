@@ -32,15 +32,15 @@ from store.files import sync
 from store.records import Record
 from store.settings import without_login
 from trainer.errors import NotFetched, TrainerError
-from trainer.publishing.adapters import MANIFEST, SERVED, remove_folder, sha256_of
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES, remove_folder, sha256_of
 from trainer.settings import SourceSettings
 
 log = structlog.get_logger()
 
 # The trainer serves versions below this path.
-PATH: Final = "/adapters"
-CHUNK: Final = 4 * 2**20
-MOST_MANIFEST: Final = 256 * 2**20
+ADAPTERS_PATH: Final = "/adapters"
+CHUNK_BYTES: Final = 4 * 2**20
+MAX_MANIFEST_BYTES: Final = 256 * 2**20
 # Seconds that a caller waits for a version; a longer fetch goes on for the next caller.
 WAIT_S: Final = 60.0
 # Seconds after which a fetch is interrupted, so that others get their turn; the next try continues
@@ -185,7 +185,7 @@ class Source:
     def sizes(self, folder: Path) -> dict[str, int]:
         """Return the size of each served file of a version, in bytes."""
         with self.translate_errors(folder):
-            sizes = {name: self.system.size(self.path_of(folder, name)) for name in SERVED}
+            sizes = {name: self.system.size(self.path_of(folder, name)) for name in SERVED_FILES}
         if unknown := [name for name, size in sizes.items() if size is None]:
             raise NotFetched(f"{self.shown_url} does not say how large {unknown[0]} is")
         return sizes
@@ -194,10 +194,10 @@ class Source:
         """Yield the bytes of a version's file `name` from byte `start` on, in pieces."""
         with self.translate_errors(folder):
             # Without a cache each piece is requested only when it is read.
-            options = {"block_size": CHUNK, "cache_type": "none"}
+            options = {"block_size": CHUNK_BYTES, "cache_type": "none"}
             with self.system.open(self.path_of(folder, name), "rb", **options) as file:
                 file.seek(start)
-                while piece := file.read(CHUNK):
+                while piece := file.read(CHUNK_BYTES):
                     yield bytes(piece)
 
 
@@ -233,10 +233,12 @@ class UploadedFiles(AdapterFiles):
             raise NotFetched(f"{folder} cannot be uploaded ({error.strerror})") from error
         system, place = self._source.system, self._source.path_of
         with self._source.translate_errors(folder):
-            is_uploaded = all(system.exists(place(folder, name)) for name in (*SERVED, MANIFEST))
+            is_uploaded = all(
+                system.exists(place(folder, name)) for name in (*SERVED_FILES, MANIFEST)
+            )
             if is_uploaded and system.cat_file(place(folder, MANIFEST)) == manifest:
                 return
-            for name in (*SERVED, MANIFEST):
+            for name in (*SERVED_FILES, MANIFEST):
                 if self._stopped.is_set():
                     raise NotFetched(f"{_name(folder)} is not uploaded: this process is ending")
                 system.put_file(str(folder / name), place(folder, name))
@@ -445,14 +447,14 @@ class FetchedFiles(AdapterFiles):
         manifest = b""
         for piece in self._source.pieces(folder, MANIFEST):
             manifest += piece
-            if len(manifest) > MOST_MANIFEST:
+            if len(manifest) > MAX_MANIFEST_BYTES:
                 raise NotFetched(f"the manifest of {_name(folder)} at the source is far too large")
         if expected not in (None, sha256(manifest).hexdigest()):
             raise NotFetched(
                 f"the manifest of {_name(folder)} at the source is not the one that its update"
                 " wrote: it was changed, or PAWL_ADAPTER_SOURCE is another trainer's"
             )
-        if set(_hashes(manifest)) != set(SERVED):
+        if set(_hashes(manifest)) != set(SERVED_FILES):
             raise NotFetched(f"the manifest of {_name(folder)} at the source names other files")
         return manifest
 
@@ -539,8 +541,8 @@ def _is_intact(folder: Path, expected: str | None) -> bool:
     hashes = _hashes(manifest)
     return (
         expected in (None, sha256(manifest).hexdigest())
-        and set(hashes) == set(SERVED)
-        and all((folder / name).exists() for name in SERVED)
+        and set(hashes) == set(SERVED_FILES)
+        and all((folder / name).exists() for name in SERVED_FILES)
         and all(sha256_of(folder / name) == expected_hash for name, expected_hash in hashes.items())
     )
 
@@ -560,8 +562,8 @@ def serve_files(app: web.Application, root: Path) -> None:
         # These parts are URL-decoded, so they may contain `/` or `..`.
         is_plain = all(Path(part).name == part and part[:1] != "." for part in (policy, version))
         path = root / policy / version / name
-        if not (is_plain and name in (MANIFEST, *SERVED) and path.is_file()):
+        if not (is_plain and name in (MANIFEST, *SERVED_FILES) and path.is_file()):
             raise web.HTTPNotFound
         return web.FileResponse(path)
 
-    app.router.add_get(f"{PATH}/{{policy}}/{{version}}/{{name}}", send)
+    app.router.add_get(f"{ADAPTERS_PATH}/{{policy}}/{{version}}/{{name}}", send)

@@ -59,7 +59,7 @@ LONGEST_DELAY_S: Final = 604_800.0
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
-    """Return a validator that a text is in `names`, as they are when it is called."""
+    """Return a validator that refuses texts that are not in `names` when the validator runs."""
 
     def check_name(name: str) -> str:
         if name not in names:
@@ -178,10 +178,10 @@ class CreditOptions(RecipeTable):
     )
     failed_reward: Number | Literal["unscored"] | None = Field(
         default=None,
-        description="Final reward of an episode that failed (its last call was refused for what it "
-        "says, as where it outgrew the context) and that nobody scored. Unset: the lower of "
-        'reward_range\'s end and of the lowest reward in the update. "unscored": it is not '
-        "trained.",
+        description="Final reward of an episode that failed (its last call was refused because of "
+        "its content, such as one longer than the context) and that nobody scored. Unset: the "
+        'lower of reward_range\'s end and of the lowest reward in the update. "unscored": it is '
+        "not trained.",
     )
     air_lambda: Annotated[Number, Field(ge=0, le=0.2)] = Field(
         default=0.2,
@@ -459,8 +459,8 @@ class PublishOptions(RecipeTable):
         default=600.0,
         description="Seconds after its beginning until an episode counts: its calls must have "
         "ended, and its reward have come, by then. What serves is watched by rewards as they come. "
-        "One whose first call has not ended counts as failed. Longer than the longest call, and no "
-        "shorter than `PAWL_SILENCE_S`.",
+        "One whose first call has not ended counts as failed. Set it longer than the longest call, "
+        "and no shorter than `PAWL_SILENCE_S`.",
     )
     mistakes: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.05,
@@ -738,7 +738,7 @@ class Recipe(RecipeTable):
         return self.sft if self.learner == "sft" else None
 
 
-FILE: Final = TomlFile(Recipe, error=RecipeError)
+RECIPE_FILE: Final = TomlFile(Recipe, error=RecipeError)
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -762,7 +762,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"there is no recipe {name_or_path!r:.80}: name a .toml file, or"
             f" {', '.join(sorted(packaged))}"
         )
-    return parse_recipe(FILE.text_of(source, f"recipe {source}"), str(source))
+    return parse_recipe(RECIPE_FILE.text_of(source, f"recipe {source}"), str(source))
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -771,4 +771,4 @@ def parse_recipe(text: str, where: str) -> Recipe:
     Raises:
         RecipeError: the text is not TOML, or a key is wrong; the message names the key.
     """
-    return FILE.parse(text, f"recipe {where}")
+    return RECIPE_FILE.parse(text, f"recipe {where}")

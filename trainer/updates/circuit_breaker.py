@@ -69,8 +69,8 @@ class CircuitBreaker:
         """Return whether training is paused and the time of the next test has come."""
         return self.is_open and self._clock() >= self._test_at
 
-    def note_success(self) -> None:
-        """Note an update whose version was published; forget all earlier failures."""
+    def forget_failures(self) -> None:
+        """Forget all failures so far: an update's version was published."""
         self._failures = self._tests_in_vain = self._past_faults = self._drifts = 0
 
     @property
@@ -78,19 +78,22 @@ class CircuitBreaker:
         """Return whether so many updates had wrong samples that all earlier samples are suspect."""
         return self._drifts >= FAILURES
 
-    def note_drift(self) -> None:
-        """Note an update with wrongly sampled rows, whether the server is still at fault or not."""
+    def count_drift(self) -> None:
+        """Count an update with wrongly sampled rows, even if the server is at fault no longer."""
         self._drifts += 1
 
-    def note_failure(self, why: str, reason: PauseReason = "failed") -> None:
-        """Note an update that failed, had wrong samples, or made a version that was rejected."""
+    def count_failure(self, why: str, reason: PauseReason = "failed") -> None:
+        """Count a failed update or a rejected version; pause after `FAILURES` in a row."""
         self._failures += 1
         if self._failures >= FAILURES:
             pause_s = min(LONGEST_PAUSE_S, TEST_S * 2.0 ** max(0, self._tests_in_vain - 1))
             self._pause(why, pause_s, reason)
 
-    def note_past_fault(self, why: str) -> None:
-        """Note an update with wrongly sampled rows, if the server passes its test now."""
+    def count_past_fault(self, why: str) -> None:
+        """Count an update with wrongly sampled rows after which the servers passed their test.
+
+        Pause after `PAST_FAULTS` of them.
+        """
         self._past_faults += 1
         if self._past_faults >= PAST_FAULTS:
             self._past_faults = 0
@@ -108,8 +111,8 @@ class CircuitBreaker:
             self.suspects_servers = False
             self._resume()
 
-    def note_test(self, why: str | None) -> None:
-        """End the pause if `why` is None (the self-test passed), else prolong it."""
+    def apply_test_result(self, why: str | None) -> None:
+        """End the pause if `why` is None (the self-test passed), else prolong it by `TEST_S`."""
         is_suspect, self.suspects_servers = self.suspects_servers, False
         if why is not None:
             # The first test after a wait for a server or a slot: the server is at fault.

@@ -16,7 +16,7 @@ from store.errors import Damaged
 from store.link.claimable import count_missing_rewards
 from store.values.rewards import Lack
 from trainer.errors import LearnerError, Unusable
-from trainer.metrics import EPISODES, LACKING, UPDATES, WARNING
+from trainer.metrics import EPISODES, LACKING_REWARD, UPDATES, WARNING
 from trainer.publishing.pacing import Pacing
 from trainer.recipes.recipe import Recipe
 from trainer.updates.training_warnings import TrainingWarning, training_warnings
@@ -178,7 +178,7 @@ class Claiming:
             lacks = await count_missing_rewards(connection, policy)
             warnings = await training_warnings(connection, policy)
         for lack in get_args(Lack):
-            LACKING.labels(policy, lack).set(lacks.get(lack, 0))
+            LACKING_REWARD.labels(policy, lack).set(lacks.get(lack, 0))
         for kind in get_args(TrainingWarning):
             WARNING.labels(policy, kind).set(kind in warnings)
             if kind in warnings and kind not in self._warned:

@@ -31,7 +31,7 @@ OFF_POLICY: Final = "off_policy"
 # neither policy nor agent chose.
 IMITABLE: Final = frozenset({"greedy", "constrained_sampling"})
 # An update's metrics list at most this many task families.
-MOST_SHOWN: Final = 12
+MOST_SHOWN_FAMILIES: Final = 12
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class LeftOut(Record, frozen=True, kw_only=True):
         return {name: reasons for name, reasons in every.items() if reasons}
 
 
-NOTHING: Final = LeftOut()
+NOTHING_LEFT_OUT: Final = LeftOut()
 NO_REPLIES: Final[Mapping[str, Sequence[int]]] = {}
 
 
@@ -90,7 +90,7 @@ class Plan(Record, frozen=True, kw_only=True):
 def plan_update(
     claim: Claim,
     recipe: Recipe,
-    left_out: LeftOut = NOTHING,
+    left_out: LeftOut = NOTHING_LEFT_OUT,
     replies: Mapping[str, Sequence[int]] = NO_REPLIES,
 ) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
@@ -257,7 +257,7 @@ def _families(claim: Claim, credited: UpdateCredit) -> dict[str, dict[str, float
         family_rewards = rewards.setdefault(task_family(bare(group.task or "")), [])
         family_rewards += [reward for reward in returns if reward is not None]
     largest = sorted(filter(rewards.get, rewards), key=lambda family: -len(rewards[family]))[
-        :MOST_SHOWN
+        :MOST_SHOWN_FAMILIES
     ]
     return {
         family: {"reward": fmean(rewards[family]), "episodes": len(rewards[family])}
@@ -282,7 +282,7 @@ def _without_left_out(claim: Claim, left_out: LeftOut) -> Claim:
             return call
         return msgspec.structs.replace(call, trainable=False, reason=reason)
 
-    return _with_calls(claim, change) if left_out != NOTHING else claim
+    return _with_calls(claim, change) if left_out != NOTHING_LEFT_OUT else claim
 
 
 def _with_imitable(claim: Claim) -> Claim:

@@ -22,7 +22,7 @@ from store.schema.tables import MANIFEST_SHA256
 from store.versions import PolicyVersion
 from trainer.batches import RowKey
 from trainer.errors import AdapterError, FilesUnread
-from trainer.metrics import EPISODES, UPDATE, UPDATES
+from trainer.metrics import EPISODES, UPDATE_GAUGES, UPDATES
 from trainer.publishing import adapters
 from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, version_file_sha256
 from trainer.publishing.probe import ProbeRow
@@ -59,7 +59,7 @@ class Recording:
         version = made and made[0]
         UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
         self._count(plan.outcomes)
-        for name, gauge in UPDATE.items():
+        for name, gauge in UPDATE_GAUGES.items():
             if metrics.get(name) is not None:
                 gauge.labels(self._policy).set(metrics[name])
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)

@@ -307,5 +307,5 @@ class Training:
                 log.error("version_not_written", reason=str(error), again_in_s=WRITE_AGAIN_S)
                 await asyncio.sleep(WRITE_AGAIN_S)
             else:
-                self._learner.note_saved(folder)
+                self._learner.mark_saved(folder)
                 return folder

@@ -16,7 +16,7 @@ from tests.e2e.replaying import (
     trainers_differences,
 )
 from trainer.learners.learner import Learner
-from trainer.learners.replay.grammars import OUTSIDE
+from trainer.learners.replay.grammars import OUTSIDE_GRAMMAR
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -127,7 +127,7 @@ async def test_every_setting_and_grammar_is_replayed_to_a_thousandth_of_a_nat(
 
     held, other = (row_of(calls[name][0]) for name in ("json_schema", "regex"))
     assert learner.why_unreplayable(held.distribution, held.sampled_ids) is None
-    assert learner.why_unreplayable(held.distribution, other.sampled_ids) == OUTSIDE
+    assert learner.why_unreplayable(held.distribution, other.sampled_ids) == OUTSIDE_GRAMMAR
 
 
 async def ask_twice(stack: Stack, name: str, seed: int) -> None:

@@ -23,7 +23,7 @@ from tests.support.mixtures import tiny_model
 from tests.support.waiting import eventually
 from trainer.batches import bare_row
 from trainer.learners.learner import Learner
-from trainer.publishing.adapters import SERVED
+from trainer.publishing.adapters import SERVED_FILES
 from trainer.publishing.model_server import ModelServer
 from trainer.recipes.recipe import load_recipe
 
@@ -98,7 +98,7 @@ async def test_mixture_of_experts_model_is_trained_probed_and_served(
     # Probed, and promoted.
     assert version.state == "serving", version
     folder = Path(version.adapter_path or "")
-    layers = {name.split(".")[-3] for name in load_file(folder / SERVED[1])}
+    layers = {name.split(".")[-3] for name in load_file(folder / SERVED_FILES[1])}
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= layers
     assert not layers & {"gate", "shared_expert_gate", "experts", "base_layer"}
 

@@ -23,7 +23,7 @@ from tests.e2e.replaying import (
     trainers_differences,
 )
 from trainer.learners.learner import Learner
-from trainer.learners.replay.grammars import OUTSIDE
+from trainer.learners.replay.grammars import OUTSIDE_GRAMMAR
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -124,7 +124,7 @@ async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
         assert learner.why_unreplayable(row.distribution, row.sampled_ids) is None
     forced = row_of(calls["named"][0]).distribution
     free = learner._tokenizer.encode("It rains in Paris.")
-    assert learner.why_unreplayable(forced, free) == OUTSIDE
+    assert learner.why_unreplayable(forced, free) == OUTSIDE_GRAMMAR
 
 
 async def ask_both_ways(stack: Stack, name: str, seed: int) -> None:

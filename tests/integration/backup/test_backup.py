@@ -24,7 +24,7 @@ from store.version_states import add_version, ensure_base
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, settings_for
 from tests.support.waiting import awaited
-from trainer.publishing.adapters import SERVED, NewVersion, write_version
+from trainer.publishing.adapters import SERVED_FILES, NewVersion, write_version
 
 CALLERS = 4
 # Calls of each caller before the backup begins, and at least as many while it is taken.
@@ -151,7 +151,7 @@ async def version(engine: AsyncEngine, root: Path, number: int) -> Path:
     """Write and record a version, as an update does."""
 
     def save(folder: Path) -> None:
-        for name in SERVED:
+        for name in SERVED_FILES:
             (folder / name).write_text(f"{name} of {number}")
 
     async with engine.begin() as connection:
@@ -188,8 +188,8 @@ async def test_policies_check_reports_versions_with_missing_or_altered_files(
     assert await find_faults(engine) == []
     assert (await checked()).exit_code == 0
     shutil.rmtree(folders[0])
-    (folders[1] / SERVED[0]).write_text("other")
-    (folders[2] / SERVED[0]).unlink()
+    (folders[1] / SERVED_FILES[0]).write_text("other")
+    (folders[2] / SERVED_FILES[0]).unlink()
     found = await find_faults(engine)
     assert [one.version for one in found] == ["m@1", "m@2", "m@3"]
     words = ("not there", "SHA-256", "not there")

@@ -33,7 +33,7 @@ from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.servers.fake_upstream import whole_reply
 from tests.support.waiting import awaited
-from trainer.metrics import LEFT, UPDATE, show_pause
+from trainer.metrics import LEFT_POLICY, UPDATE_GAUGES, show_pause
 from trainer.run import port_app
 
 RECIPE = "[claim]\ngroup_size = 4\ngroups = 2\nmax_age_s = 60"
@@ -136,8 +136,8 @@ async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> Async
 async def run_trainer(exits: AsyncExitStack, engine: AsyncEngine, settings: DoctorSettings) -> None:
     """Hold the policy, and serve metrics, as a trainer does that waits for episodes."""
     show_pause("m", None)
-    LEFT.labels("m").set(0)
-    for gauge in UPDATE.values():
+    LEFT_POLICY.labels("m").set(0)
+    for gauge in UPDATE_GAUGES.values():
         gauge.labels("m").set(0)
     guard = await exits.enter_async_context(engine.connect())
     assert await claims.hold_policy(guard, "m")

@@ -232,7 +232,7 @@ async def test_trained_calls_are_stored_with_the_policys_log_probabilities(bench
 
 LOSSES = {
     "the files are gone": lambda folder: [path.unlink() for path in folder.glob("*.*")],
-    "a file was changed": lambda folder: (folder / adapters.SERVED[1]).write_bytes(b"other"),
+    "a file was changed": lambda folder: (folder / adapters.SERVED_FILES[1]).write_bytes(b"other"),
     "the manifest is damaged": lambda folder: (folder / adapters.MANIFEST).write_bytes(b"{"),
 }
 
@@ -252,7 +252,7 @@ async def test_calls_of_a_lost_version_are_not_trained(bench: Bench, loss: str) 
     await bench.assert_spent_once(12)
 
 
-@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
+@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED_FILES])
 async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, name: str) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)

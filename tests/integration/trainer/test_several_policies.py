@@ -14,7 +14,7 @@ from tests.support.trainer.policies import NAMES, Policies
 from tests.support.waiting import until
 from trainer.errors import AdapterError, FilesUnread, PublishError
 from trainer.loop import Loop
-from trainer.metrics import LEFT
+from trainer.metrics import LEFT_POLICY
 from trainer.publishing.adapters import version_folder
 from trainer.publishing.model_server import Replicas
 from trainer.scheduler import PolicyWorker
@@ -33,11 +33,11 @@ async def test_a_policy_that_fails_does_not_stop_the_other(policies: Policies) -
     await policies.fill({"writer": 16, "checker": 4})
     policies.learners["checker"].restore_fails = AdapterError("its files are gone")
     assert await policies.turns(2) == ["writer", "writer"]
-    assert LEFT.labels("checker")._value.get() == 1
+    assert LEFT_POLICY.labels("checker")._value.get() == 1
     # Its episodes are held by its update, which who works on it next gives up.
     policies.learners["checker"].restore_fails = None
     assert await policies.turns(2) == ["writer", "writer", "checker", "checker"]
-    assert LEFT.labels("checker")._value.get() == 0
+    assert LEFT_POLICY.labels("checker")._value.get() == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -90,13 +90,13 @@ async def test_trainer_resumes_by_itself_after_its_files_are_readable_again(
     async with policies.scheduler(["checker"]) as scheduler:
         # It has no other policy, and does not end.
         work = asyncio.create_task(scheduler.run(0.01, once=True))
-        await until(lambda: LEFT.labels("checker")._value.get() == 1)
+        await until(lambda: LEFT_POLICY.labels("checker")._value.get() == 1)
         await until(lambda: work.done() or scheduler._workers["checker"]._failures > 1)
         assert not work.done()
         learner.restore_fails = None
         await asyncio.wait_for(work, 30)
     assert await policies.states() == {"checker@1": "serving"}
-    assert LEFT.labels("checker")._value.get() == 0
+    assert LEFT_POLICY.labels("checker")._value.get() == 0
 
 
 async def test_policys_rejected_versions_do_not_stop_another_policy(policies: Policies) -> None:

@@ -16,10 +16,10 @@ from tests.support.ledger.totals import totals
 from tests.support.records import call
 from tests.support.trainer.policies import Policies
 from trainer.errors import TrainerError
-from trainer.metrics import LEFT
+from trainer.metrics import LEFT_POLICY
 from trainer.publishing.adapters import (
     MANIFEST,
-    SERVED,
+    SERVED_FILES,
     NewVersion,
     sha256_of,
     write_version,
@@ -33,7 +33,7 @@ async def write_version_of(engine: AsyncEngine, root: Path, policy: str) -> None
     """Leave version 1 of a policy recorded and not published, as a killed trainer does."""
 
     def save(folder: Path) -> None:
-        for name in SERVED:
+        for name in SERVED_FILES:
             (folder / name).write_text(policy)
 
     async with engine.begin() as connection:
@@ -100,7 +100,7 @@ async def test_nothing_of_another_tenants_policy_is_trained_or_published(
     await policies.fill({"writer": 8, "checker": 8})
     # This trainer's policies are the default tenant's.
     assert await policies.turns(1) == ["checker", "writer"]
-    assert LEFT.labels("checker")._value.get() == 1
+    assert LEFT_POLICY.labels("checker")._value.get() == 1
     assert await policies.states() == {"checker@1": "written", "writer@1": "serving"}
     assert set(policies.fake.loads) == {"writer@1"}
     async with policies.engine.connect() as connection:

@@ -20,7 +20,7 @@ from tests.support.controller.trials import settings_of
 from tests.support.ledger.lineage import promote
 from tests.support.servers.fake_server import FakeModelServer
 from tests.support.waiting import awaited
-from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES, NewVersion, sha256_of, write_version
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.sources import AdapterFiles
@@ -29,7 +29,7 @@ POLL_S = 0.05
 
 
 def save(folder: Path) -> None:
-    for name in SERVED:
+    for name in SERVED_FILES:
         (folder / name).write_text(f"{name} of {folder.name}")
 
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     first = folder / "1"
     first.mkdir()
     leading.save(first)
-    leading.note_saved(first)
+    leading.mark_saved(first)
     leading.update(rows(1))
     leading.restore(first)
     computed = {version: leading.version_logprobs(version, rows(1)) for version in (None, first)}

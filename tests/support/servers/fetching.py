@@ -13,8 +13,8 @@ from pawl.adapters import AdapterServer
 from pawl.settings import AdaptersSettings
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.servers.fake_upstream import Handler
-from trainer.publishing.adapters import MANIFEST, SERVED
-from trainer.publishing.sources import PATH, serve_files
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES
+from trainer.publishing.sources import ADAPTERS_PATH, serve_files
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Apart:
         place = Path(self.server.loaded.get(name, "/none"))
         return place.is_relative_to(self.disk) and all(
             (place / file).read_bytes() == (written / file).read_bytes()
-            for file in (MANIFEST, *SERVED)
+            for file in (MANIFEST, *SERVED_FILES)
         )
 
 
@@ -90,5 +90,5 @@ async def trainers_port(root: Path) -> AsyncIterator[TrainersPort]:
     app = web.Application(middlewares=[away])
     serve_files(app, root)
     async with TestServer(app) as port:
-        made.source = str(port.make_url(PATH))
+        made.source = str(port.make_url(ADAPTERS_PATH))
         yield made

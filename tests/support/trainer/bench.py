@@ -30,7 +30,7 @@ from trainer.batches import Row, RowKey, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.adapters import write_base
+from trainer.publishing.adapters import write_base_hash
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, Recipe
@@ -121,7 +121,7 @@ class FakeLearner:
             raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
-        write_base(folder, f"base of {len(list(self._versions.glob('[0-9]*')))}")
+        write_base_hash(folder, f"base of {len(list(self._versions.glob('[0-9]*')))}")
 
     def why_another_base(self, adapter: Path) -> str | None:
         return None
@@ -148,7 +148,7 @@ class FakeLearner:
             self.ignored_once.remove(kind)
             served = OWN
         self._server.logprobs[f"{self._policy}@{folder.name}"] = served
-        for name in adapters.SERVED:
+        for name in adapters.SERVED_FILES:
             (folder / name).write_text(f"{name} of self-test {self.self_tests}")
         return self.probe_rows()
 
@@ -171,7 +171,7 @@ class FakeLearner:
         moved = adapter is not None and adapter.name == SELF_TEST
         return [[TEST_LOGPROB if moved else OWN] * len(row.sampled_ids) for row in rows]
 
-    def note_saved(self, adapter: Path) -> None:
+    def mark_saved(self, adapter: Path) -> None:
         assert adapter.parent == self._versions
 
     def logprobs(self, rows: Any) -> list[list[float]]:

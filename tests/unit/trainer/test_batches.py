@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from store.values.sampling import Distribution
 from trainer.batches import (
-    STRETCH,
+    STRETCH_MULTIPLE,
     Layout,
     Row,
     build_tree,
@@ -181,11 +181,11 @@ def test_stretches_of_shared_prefixes_spell_their_rows_and_repeat_less_than_a_st
     for own, begin, end, parent in stretches:
         before = [] if parent is None else spelled[parent]
         assert len(before) == begin
-        assert begin % STRETCH == 0
+        assert begin % STRETCH_MULTIPLE == 0
         assert end - begin > 1 or parent is None
         spelled.append([*before, *own.inputs[begin:end]])
     for one in made:
         assert spelled[last[one.key]][: one.size - 1] == list(one.inputs)
     computed = sum(end - begin for _, begin, end, _ in stretches)
     assert computed == computed_tokens(made, layout="stretches")
-    assert computed - computed_tokens(made) < len(made) * (STRETCH + 2)
+    assert computed - computed_tokens(made) < len(made) * (STRETCH_MULTIPLE + 2)

@@ -24,12 +24,12 @@ class Clock:
 def test_training_pauses_after_two_failures_in_a_row_and_is_tested_within_a_minute() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
-    breaker.note_failure("the server is full")
+    breaker.count_failure("the server is full")
     assert not breaker.is_open
-    breaker.note_success()
-    breaker.note_failure("the server is full")
+    breaker.forget_failures()
+    breaker.count_failure("the server is full")
     assert not breaker.is_open
-    breaker.note_failure("the rank does not fit")
+    breaker.count_failure("the rank does not fit")
     assert (breaker.is_open, breaker.why, breaker.test_is_due) == (
         True,
         "the rank does not fit",
@@ -37,32 +37,32 @@ def test_training_pauses_after_two_failures_in_a_row_and_is_tested_within_a_minu
     )
     clock.now += TEST_S
     assert breaker.test_is_due
-    breaker.note_test("it still does not fit")
+    breaker.apply_test_result("it still does not fit")
     assert (breaker.why, breaker.test_is_due) == ("it still does not fit", False)
     clock.now += TEST_S
     assert TEST_S < 60
-    breaker.note_test(None)
+    breaker.apply_test_result(None)
     assert not breaker.is_open
 
 
 def test_pauses_get_longer_while_tests_pass_and_updates_fail() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
-    breaker.note_failure("no")
+    breaker.count_failure("no")
     pauses = []
     for _ in range(12):
         # One failure is enough after a test: what it spends is not spent twice.
-        breaker.note_failure("no")
+        breaker.count_failure("no")
         assert breaker.is_open
         begun = clock.now
         while not breaker.test_is_due:
             clock.now += TEST_S / 2
         pauses.append(clock.now - begun)
-        breaker.note_test(None)
+        breaker.apply_test_result(None)
     assert pauses[:4] == [TEST_S, TEST_S, 2 * TEST_S, 4 * TEST_S]
     assert pauses[-1] == LONGEST_PAUSE_S
-    breaker.note_success()
-    breaker.note_failure("no")
+    breaker.forget_failures()
+    breaker.count_failure("no")
     assert not breaker.is_open
 
 
@@ -73,9 +73,9 @@ def test_breaker_opens_exactly_after_enough_failures_in_a_row(outcomes: list[boo
     for succeeded in outcomes:
         in_a_row = 0 if succeeded else in_a_row + 1
         if succeeded:
-            breaker.note_success()
+            breaker.forget_failures()
         else:
-            breaker.note_failure("no")
+            breaker.count_failure("no")
         if in_a_row == FAILURES:
             break
     assert breaker.is_open == (in_a_row >= FAILURES)
@@ -84,9 +84,9 @@ def test_breaker_opens_exactly_after_enough_failures_in_a_row(outcomes: list[boo
 def test_past_faults_pause_training_only_once_there_are_many() -> None:
     breaker = CircuitBreaker(Clock())
     for _ in range(PAST_FAULTS - 1):
-        breaker.note_past_fault("they drift")
+        breaker.count_past_fault("they drift")
         assert not breaker.is_open
-    breaker.note_past_fault("they drift")
+    breaker.count_past_fault("they drift")
     assert breaker.is_open
 
 
@@ -94,11 +94,11 @@ def test_doubt_is_settled_by_a_server_test_and_keeps_the_count_of_failures() -> 
     breaker = CircuitBreaker(Clock())
     breaker.pause_until_test("the server was away")
     assert (breaker.is_open, breaker.test_is_due) == (True, True)
-    breaker.note_test(None)
-    breaker.note_failure("no")
+    breaker.apply_test_result(None)
+    breaker.count_failure("no")
     assert not breaker.is_open
     breaker.pause_until_test("the server was away")
-    breaker.note_test("its base model is another")
+    breaker.apply_test_result("its base model is another")
     assert (breaker.why, breaker.test_is_due) == ("its base model is another", False)
     breaker.pause_until_test("the server was away")
     assert breaker.why == "its base model is another"
@@ -106,14 +106,14 @@ def test_doubt_is_settled_by_a_server_test_and_keeps_the_count_of_failures() -> 
 
 def test_two_drifting_updates_without_a_success_blame_the_server() -> None:
     breaker = CircuitBreaker(Clock())
-    breaker.note_drift()
+    breaker.count_drift()
     assert not breaker.sampled_wrongly
-    breaker.note_success()
-    breaker.note_drift()
+    breaker.forget_failures()
+    breaker.count_drift()
     assert not breaker.sampled_wrongly
-    breaker.note_drift()
+    breaker.count_drift()
     assert breaker.sampled_wrongly
-    breaker.note_success()
+    breaker.forget_failures()
     assert not breaker.sampled_wrongly
 
 
@@ -127,19 +127,19 @@ def test_failure_of_half_of_several_episodes_looks_like_a_fault() -> None:
 
 def test_reason_of_a_training_pause_is_shown_as_a_single_word() -> None:
     breaker = CircuitBreaker(Clock())
-    breaker.note_failure("its files differ", "rejected")
+    breaker.count_failure("its files differ", "rejected")
     assert breaker.reason is None
-    breaker.note_failure("the GPU is full", "out_of_memory")
+    breaker.count_failure("the GPU is full", "out_of_memory")
     assert breaker.reason == "out_of_memory"
-    breaker.note_test("the GPU is still full")
+    breaker.apply_test_result("the GPU is still full")
     assert breaker.reason == "out_of_memory"
-    breaker.note_test(None)
+    breaker.apply_test_result(None)
     assert breaker.reason is None
-    breaker.note_success()
+    breaker.forget_failures()
     breaker.pause_until_test("no server answers")
     assert breaker.reason == "server_away"
     # It answers, and is another one.
-    breaker.note_test("its base model is another")
+    breaker.apply_test_result("its base model is another")
     assert breaker.reason == "server"
 
 

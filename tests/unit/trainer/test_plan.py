@@ -14,7 +14,7 @@ from store.ids import new_id
 from store.records import Episode, Group, Tokens, ToolCall, ToolEvent, ToolStatus, TransitionRow
 from tests.support.records import tokens
 from tests.support.stored import episode, said, transition
-from trainer.batches import PLAIN, Row, bare_row, with_logprobs
+from trainer.batches import PLAIN_SOFTMAX, Row, bare_row, with_logprobs
 from trainer.recipes.recipe import CreditOptions, Recipe
 from trainer.updates.claiming import claim_rule
 from trainer.updates.plan import (
@@ -280,7 +280,9 @@ def test_update_that_imitates_has_no_rows_without_a_success() -> None:
 def test_imitated_rows_have_the_plain_softmax_despite_their_settings() -> None:
     cold = transition(sampling={"temperature": 0.3, "top_p": 0.5})
     found = imitated((of_calls(1.0, cold, silent(0)),))
-    assert [(row.distribution, row.sampled_logprobs) for row in found.rows] == [(PLAIN, ())] * 2
+    assert [(row.distribution, row.sampled_logprobs) for row in found.rows] == [
+        (PLAIN_SOFTMAX, ())
+    ] * 2
     assert not any(row.recomputed for row in found.rows)
 
 
@@ -486,7 +488,7 @@ def test_correction_adds_a_row_of_its_call() -> None:
     *ordinary, row = found.rows
     assert [one.is_correction for one in (*ordinary, row)] == [False, False, False, True]
     assert (list(row.prompt_ids), list(row.sampled_ids)) == ([7, 8], [40, 41, 2])
-    assert (row.sampled_logprobs, row.distribution, row.advantage) == ((), PLAIN, 1.0)
+    assert (row.sampled_logprobs, row.distribution, row.advantage) == ((), PLAIN_SOFTMAX, 1.0)
     assert (row.weight, row.version) == (pytest.approx(1 / 3), 2)
     assert math.isclose(math.fsum(one.weight for one in found.rows), 1.0)
     assert len({one.key for one in found.rows}) == 4

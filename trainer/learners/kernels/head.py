@@ -45,7 +45,7 @@ class Head(NamedTuple):
     cap: float | None = None
 
     @classmethod
-    def of(cls, model: Any) -> Self:
+    def of_model(cls, model: Any) -> Self:
         """Return the head of a causal LM, with the scale and cap of its configuration."""
         config, module = model.config.get_text_config(), model.get_output_embeddings()
         return cls(
@@ -82,7 +82,7 @@ class Shaping(NamedTuple):
     history: History
 
     def part(self, start: int, stop: int) -> "Shaping":
-        """Return the same, for rows [start, stop) only."""
+        """Return the settings and the history of rows [start, stop) only."""
         history = self.history.part(start - self.start, stop - self.start)
         return Shaping(start, stop, self.distribution, history)
 
@@ -240,7 +240,7 @@ def head_logprobs(
 
 
 def _shaping(group: ShapedPlaces, rows: Sequence[Row], device: torch.device) -> Shaping:
-    history = History.of(rows, group.histories, device)
+    history = History.at_places(rows, group.histories, device)
     return Shaping(group.start, group.stop, group.distribution, history)
 
 

@@ -174,7 +174,7 @@ def make_ppo_trainer(
 
 
 def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
-    """Add a critic to the trainer's model, and its parameters to the optimiser; return it.
+    """Add a critic to the trainer's model and to its optimiser, and return the critic.
 
     The critic is one linear layer on the LM head's inputs. It belongs to the PEFT wrapper, not to
     the base model, and disappears with it: the base that other policies share keeps no critic.

@@ -30,7 +30,7 @@ class InitialValues(NamedTuple):
     values: ByRow
 
     @classmethod
-    def of(cls, parts: Iterable["InitialValues"]) -> "InitialValues":
+    def merge(cls, parts: Iterable["InitialValues"]) -> "InitialValues":
         """Merge the values of all micro-batches into one."""
         merged = cls({}, {}, {})
         for part in parts:

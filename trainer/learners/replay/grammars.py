@@ -24,8 +24,8 @@ from trainer.errors import Unreplayable
 log = structlog.get_logger()
 
 # Reasons why a call is not trained.
-NO_GRAMMAR: Final = "grammar_not_built"
-OUTSIDE: Final = "outside_grammar"
+GRAMMAR_NOT_BUILT: Final = "grammar_not_built"
+OUTSIDE_GRAMMAR: Final = "outside_grammar"
 # Compiled grammars in the cache: a task mostly has few.
 CACHED_GRAMMARS: Final = 256
 # Syntaxes that put a tool call between two tags, and the name of the tag.
@@ -115,11 +115,13 @@ class Grammars:
                     continue
                 if token >= self._vocabulary_size or not matcher.accept_token(token):
                     raise Unreplayable(
-                        f"token {place} of the reply is outside its grammar", OUTSIDE
+                        f"token {place} of the reply is outside its grammar", OUTSIDE_GRAMMAR
                     )
         # xgrammar raises RuntimeError and its subclasses, json ValueError.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
-            raise Unreplayable(f"a grammar cannot be built: {error!s:.200}", NO_GRAMMAR) from error
+            raise Unreplayable(
+                f"a grammar cannot be built: {error!s:.200}", GRAMMAR_NOT_BUILT
+            ) from error
 
     def _compile(self, grammar: Grammar) -> Any:
         xgrammar = _import_xgrammar()
@@ -144,13 +146,13 @@ def _import_xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise Unreplayable(f"xgrammar cannot be imported: {error}", NO_GRAMMAR) from error
+        raise Unreplayable(f"xgrammar cannot be imported: {error}", GRAMMAR_NOT_BUILT) from error
     return xgrammar
 
 
 def _compile_json_schema(compiler: Any, text: str) -> Any:
     if needs_other_library(json.loads(text)):
-        raise Unreplayable("vLLM leaves this JSON schema to another library", NO_GRAMMAR)
+        raise Unreplayable("vLLM leaves this JSON schema to another library", GRAMMAR_NOT_BUILT)
     return compiler.compile_json_schema(text, any_whitespace=True, separators=None)
 
 

@@ -26,7 +26,7 @@ Ids = tuple[int, ...]
 
 
 # The nucleus of top-p is searched among this many likeliest tokens first, and then among all.
-LIKELIEST: Final = 1024
+NUCLEUS_CANDIDATES: Final = 1024
 
 
 class Vocabulary:
@@ -188,7 +188,7 @@ class History:
         self.masks = masks
 
     @classmethod
-    def of(
+    def at_places(
         cls, rows: Sequence[Row], places: Sequence[tuple[int, int]], device: torch.device
     ) -> Self:
         """Return the history at `places`: each is a row's index and its tokens sampled so far."""
@@ -250,7 +250,7 @@ class Factors(NamedTuple):
         return tensor.scatter_(1, self.ids, tensor.gather(1, self.ids) * self.values)
 
     def at(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Return the factors of tokens `labels` in rows `rows`, (M,)."""
+        """Return the factors of tokens `labels` in rows `rows`, (M,); 1 for tokens without one."""
         same = self.ids[rows] == labels[:, None]
         values = self.values[rows].gather(1, same.int().argmax(1)[:, None])[:, 0]
         return torch.where(same.any(1), values, 1.0)
@@ -271,7 +271,10 @@ class Shaped(NamedTuple):
 def shape(
     logits: Tensor, distribution: Distribution, history: History, rows: Tensor, labels: Tensor
 ) -> Shaped:
-    """Apply settings to logits (R, V), in place; sampled token m is `labels[m]` at `rows[m]`."""
+    """Apply settings to logits (R, V), in place, and return them with the penalties' factors.
+
+    Sampled token m is `labels[m]` at `rows[m]`.
+    """
     _add_bias(logits, distribution)
     factors = _penalise(logits, distribution, history)
     logits /= distribution.temperature
@@ -412,7 +415,7 @@ def _nucleus_floor(logits: Tensor, share: float) -> Tensor:
     probability; the likeliest token always is.
     """
     normaliser, size = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
-    for count in sorted({min(LIKELIEST, size), size}):
+    for count in sorted({min(NUCLEUS_CANDIDATES, size), size}):
         best = logits.topk(count).values
         shares = (best - normaliser).exp()
         sums = shares.cumsum(-1)

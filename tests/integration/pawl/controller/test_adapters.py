@@ -19,20 +19,20 @@ from tests.support.servers.fake_server import FakeModelServer
 from tests.support.servers.fetching import Apart, TrainersPort, apart, trainers_port
 from tests.support.waiting import eventually, until
 from trainer.errors import NotFetched, PublishError, UpstreamAway
-from trainer.publishing.adapters import MANIFEST, SERVED, sha256_of, write_hashes
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES, sha256_of, write_hashes
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeRow
 from trainer.publishing.sources import FetchedFiles
 from trainer.settings import SourceSettings
 
-WEIGHTS = SERVED[1]
+WEIGHTS = SERVED_FILES[1]
 
 
 def write(root: Path, weights: bytes = b"weights") -> Path:
     """Write the folder of version 1, with a manifest that has the hashes alone."""
     folder = root / "m" / "1"
     folder.mkdir(parents=True)
-    (folder / SERVED[0]).write_text("{}")
+    (folder / SERVED_FILES[0]).write_text("{}")
     (folder / WEIGHTS).write_bytes(weights)
     write_hashes(folder)
     return folder

@@ -43,7 +43,7 @@ from tests.support.ledger.episodes import ingest
 from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.waiting import PATIENCE_S, awaited, eventually, until
-from trainer.publishing.adapters import MANIFEST, SERVED
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
 
@@ -405,8 +405,8 @@ def altered(path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("spoil", "name", "kind", "why"),
     [
-        (altered, SERVED[1], "altered", "SHA-256"),
-        (unreadable, SERVED[1], "unread", "cannot be read (Input/output error)"),
+        (altered, SERVED_FILES[1], "altered", "SHA-256"),
+        (unreadable, SERVED_FILES[1], "unread", "cannot be read (Input/output error)"),
         (unreadable, MANIFEST, "unread", "cannot be read (Input/output error)"),
     ],
 )
@@ -456,7 +456,7 @@ async def test_adapter_files_are_checked_at_each_load(
     await publish(engine, tmp_path, 1)
     async with controlling(engine, server.url) as controller:
         await assert_has(server, "m@1")
-        (tmp_path / "m" / "1" / SERVED[0]).write_text("other")
+        (tmp_path / "m" / "1" / SERVED_FILES[0]).write_text("other")
         server.loaded.clear()
         await until(lambda: "m@1" in controller.reasons("altered"))
         assert not server.loaded

@@ -13,7 +13,7 @@ from trainer.learners.replay.grammars import Grammars
 @pytest.fixture
 def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan with few tokens: recurrent layers take milliseconds of Python for each."""
-    monkeypatch.setattr("trainer.learners.memory.TOKENS", 512)
+    monkeypatch.setattr("trainer.learners.memory.MEASURED_TOKENS", 512)
 
 
 @pytest.fixture(scope="module")

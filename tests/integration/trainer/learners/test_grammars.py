@@ -21,8 +21,8 @@ from tests.support.training import PLAIN, by_every_layout, recipe, rows
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import (
-    NO_GRAMMAR,
-    OUTSIDE,
+    GRAMMAR_NOT_BUILT,
+    OUTSIDE_GRAMMAR,
     Grammars,
     allowed_tokens,
     ebnf_of,
@@ -89,9 +89,9 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
     asked = held(KINDS["json"], (end,))
     assert grammars.why_no_masks(asked, [*inside, end]) is None
     assert grammars.why_no_masks(asked, inside[:-1]) is None
-    assert grammars.why_no_masks(asked, outside) == OUTSIDE
+    assert grammars.why_no_masks(asked, outside) == OUTSIDE_GRAMMAR
     # An end where the grammar has none.
-    assert grammars.why_no_masks(asked, [*inside[:-1], end]) == OUTSIDE
+    assert grammars.why_no_masks(asked, [*inside[:-1], end]) == OUTSIDE_GRAMMAR
     with pytest.raises(Unreplayable, match="token 0 of the reply is outside"):
         list(grammars.masks(asked, outside))
 
@@ -107,7 +107,7 @@ def test_a_reply_outside_its_grammar_is_not_replayed(grammars: Grammars, tokeniz
     ],
 )
 def test_grammar_refused_by_xgrammar_is_not_replayed(grammars: Grammars, grammar: Grammar) -> None:
-    assert grammars.why_no_masks(held(grammar, ()), [5]) == NO_GRAMMAR
+    assert grammars.why_no_masks(held(grammar, ()), [5]) == GRAMMAR_NOT_BUILT
 
 
 def test_without_xgrammar_no_constrained_reply_is_replayed(
@@ -122,16 +122,16 @@ def test_without_xgrammar_no_constrained_reply_is_replayed(
 
     monkeypatch.setattr(builtins, "__import__", without)
     made = Grammars(tokenizer, 49152)
-    assert made.why_no_masks(held(KINDS["json"], ()), [5]) == NO_GRAMMAR
+    assert made.why_no_masks(held(KINDS["json"], ()), [5]) == GRAMMAR_NOT_BUILT
 
 
 def test_token_ids_beyond_the_vocabulary_raise_no_error(grammars: Grammars, tokenizer: Any) -> None:
     end, inside = tokenizer.eos_token_id, tokenizer.encode('{"b": "x"}')
     asked = held(KINDS["json"], (end,))
     for odd in (49152, 10**6, 2**31 - 1):
-        assert grammars.why_no_masks(asked, [inside[0], odd]) == OUTSIDE
+        assert grammars.why_no_masks(asked, [inside[0], odd]) == OUTSIDE_GRAMMAR
         stopping = held(KINDS["json"], (end, odd))
-        assert grammars.why_no_masks(stopping, [*inside, end]) in (None, NO_GRAMMAR)
+        assert grammars.why_no_masks(stopping, [*inside, end]) in (None, GRAMMAR_NOT_BUILT)
     # After its end a reply may go on: `ignore_eos`.
     assert grammars.why_no_masks(asked, [*inside, end, odd]) is None
 
@@ -209,7 +209,7 @@ def test_every_reply_allowed_by_a_schema_is_replayed(
     at, labels = torch.arange(len(reply)), torch.tensor(reply)
     assert allowed_tokens(one.masks, 49152, at.device)[at, labels].all()
 
-    history = History.of([one], [(0, place) for place in range(len(reply))], at.device)
+    history = History.at_places([one], [(0, place) for place in range(len(reply))], at.device)
     shaped = shape(torch.stack([logits for logits, _ in seen]), asked, history, at, labels)
     found = score_shaped(shaped, at, labels)
     masked = torch.stack([logits for _, logits in seen]).double()
@@ -221,7 +221,7 @@ def test_every_reply_allowed_by_a_schema_is_replayed(
     other = torch.nonzero(masked[place] == -math.inf)[:, 0]
     if len(other):
         changed = [*reply[:place], int(chance.choice(other)), *reply[place + 1 :]]
-        assert grammars.why_no_masks(asked, changed) == OUTSIDE
+        assert grammars.why_no_masks(asked, changed) == OUTSIDE_GRAMMAR
 
 
 def test_equal_grammar_masks_share_an_object(grammars: Grammars, tokenizer: Any) -> None:
@@ -298,5 +298,5 @@ def test_learner_trains_on_replies_under_a_grammar(tiny_model: str, tmp_path: Pa
     ]
     tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     assert tiny.why_unreplayable(batch[0].distribution, batch[0].sampled_ids) is None
-    assert tiny.why_unreplayable(batch[0].distribution, [200]) == OUTSIDE
+    assert tiny.why_unreplayable(batch[0].distribution, [200]) == OUTSIDE_GRAMMAR
     by_every_layout(tiny_model, recipe, batch, tmp_path)

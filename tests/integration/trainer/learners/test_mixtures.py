@@ -22,7 +22,7 @@ from tests.support.training import PLAIN, recipe, rows, write_words
 from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.learners.model import is_checkpointed, save_merged
-from trainer.publishing.adapters import SERVED
+from trainer.publishing.adapters import SERVED_FILES
 from trainer.publishing.model_server import Replicas
 from trainer.recipes.recipe import Recipe
 from trainer.updates.self_test import ServerSelfTest
@@ -48,11 +48,11 @@ def save(made: Learner, folder: Path) -> Path:
 
 
 def same(one: Path, other: Path) -> bool:
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in SERVED)
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in SERVED_FILES)
 
 
 def names_in(adapter: Path) -> set[str]:
-    weights = load_file(adapter / SERVED[1])
+    weights = load_file(adapter / SERVED_FILES[1])
     # A new adapter's second matrices are zero, and not one of them stays so.
     assert all(bool(tensor.any()) for name, tensor in weights.items() if "lora_B" in name)
     return set(weights)
@@ -196,7 +196,7 @@ class Refusing(Server):
     refuses = True
 
     async def _load(self, request: web.Request) -> web.Response:
-        adapter = Path((await request.json())["lora_path"]) / SERVED[1]
+        adapter = Path((await request.json())["lora_path"]) / SERVED_FILES[1]
         if self.refuses and any(".experts" in name for name in load_file(adapter)):
             return web.Response(status=400, text="expected target modules in {…}")
         if self._adapted is not None:

@@ -54,7 +54,9 @@ def stir(made: Learner) -> None:
 
 def begin(made: Learner, batch: list[Row]) -> list[Row]:
     parts = [part for part in (batch[:5], batch[5:]) if part]
-    return made._trainer.prepare(batch, InitialValues.of(map(made._trainer.initial_values, parts)))
+    return made._trainer.prepare(
+        batch, InitialValues.merge(map(made._trainer.initial_values, parts))
+    )
 
 
 def plain_values(model: Any, row: Row) -> torch.Tensor:

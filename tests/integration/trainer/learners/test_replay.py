@@ -87,7 +87,7 @@ def row(prompt: Sequence[int], sampled: Sequence[int], distribution: Distributio
 
 def history_of(one: Row) -> History:
     places = [(0, sampled) for sampled in range(len(one.sampled_ids))]
-    return History.of([one], places, torch.device("cpu"))
+    return History.at_places([one], places, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_imitated_replies_become_likelier(tiny_model: str, tmp_path: Path) -> No
 def test_kl_term_is_added_to_the_imitation_loss(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, kl=KlOptions(coefficient=0.5))
     batch = imitated()
-    made._trainer.prepare(batch, InitialValues.of([made._trainer.initial_values(batch)]))
+    made._trainer.prepare(batch, InitialValues.merge([made._trainer.initial_values(batch)]))
     whole = float(made._trainer.loss_of(batch).detach())
     total = 0.0
     with torch.no_grad():

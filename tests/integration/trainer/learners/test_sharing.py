@@ -39,7 +39,7 @@ def turn(made: Learner, name: str, folder: Path, number: int) -> None:
     written = folder / str(number + 1)
     written.mkdir(parents=True)
     made.save(written)
-    made.note_saved(written)
+    made.mark_saved(written)
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:

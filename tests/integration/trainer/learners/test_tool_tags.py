@@ -13,7 +13,12 @@ from proxy.formats.sampling import TAGS
 from store.values.grammars import Choice, Grammar, OfferedTool, ToolTag, text_of_tag
 from store.values.sampling import Distribution
 from tests.support.training import PLAIN
-from trainer.learners.replay.grammars import NO_GRAMMAR, OUTSIDE, Grammars, allowed_tokens
+from trainer.learners.replay.grammars import (
+    GRAMMAR_NOT_BUILT,
+    OUTSIDE_GRAMMAR,
+    Grammars,
+    allowed_tokens,
+)
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)
@@ -145,9 +150,9 @@ def test_only_replies_allowed_by_the_tool_tag_are_replayed(
     for choice in ("auto", "required"):
         any_number, one = tag("hermes", choice), tag("hermes", choice, one_call=True)
         assert why(inside, any_number) is why(inside * 2, any_number) is why(free, one) is None
-        assert why(wrong, any_number) == why(inside * 2, one) == OUTSIDE
+        assert why(wrong, any_number) == why(inside * 2, one) == OUTSIDE_GRAMMAR
     assert why("Paris.", tag("hermes")) is None
-    assert why("Paris.", tag("hermes", "required")) == OUTSIDE
+    assert why("Paris.", tag("hermes", "required")) == OUTSIDE_GRAMMAR
     assert why(inside, tag("hermes", "forced")) is None
     assert why(inside.replace("tool_call", "longcat_tool_call"), tag("longcat", "forced")) is None
 
@@ -157,4 +162,4 @@ def test_only_replies_allowed_by_the_tool_tag_are_replayed(
 )
 def test_invalid_tool_tag_is_not_replayed(grammars: Grammars, text: str) -> None:
     asked = msgspec.structs.replace(PLAIN, grammar=Grammar(kind="tools", text=text))
-    assert grammars.why_no_masks(asked, [5]) == NO_GRAMMAR
+    assert grammars.why_no_masks(asked, [5]) == GRAMMAR_NOT_BUILT

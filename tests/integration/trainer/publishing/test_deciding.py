@@ -16,7 +16,7 @@ from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import killing
 from tests.support.ledger.lineage import promote
 from tests.support.trainer.bench import Bench
-from trainer.metrics import VERSION
+from trainer.metrics import TRAINED_VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import Replicas
@@ -81,7 +81,7 @@ async def test_trainers_metric_shows_a_version_promoted_by_the_controller(
 ) -> None:
     await bench.update("t")
     await begin_trial(bench, 1)
-    VERSION.clear()
+    TRAINED_VERSION.clear()
     async with bench.working() as loop:
         await loop.watch_servers()
         assert 'pawl_trained_version{policy="m"} 0.0' in generate_latest().decode()

@@ -120,7 +120,7 @@ class Disk:
 
     def states(self) -> list[int]:
         found = adapters.version_folders(self.root, "m")
-        return [number for number, folder in found if (folder / adapters.STATE).exists()]
+        return [number for number, folder in found if (folder / adapters.STATE_FOLDER).exists()]
 
     def weights(self, number: int) -> bytes:
         folder = adapters.version_folder(self.root, "m", number)

@@ -19,7 +19,7 @@ from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, bench
 from tests.support.training import write_adapter
 from trainer.errors import AdapterError, PublishError
 from trainer.publishing import adapters
-from trainer.publishing.adapters import read_base
+from trainer.publishing.adapters import read_base_hash
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.publisher import Publisher
 
@@ -57,7 +57,7 @@ async def test_training_continues_from_an_import_with_a_new_optimiser(bench: Ben
     moved = [float((after[name] - before[name]).abs().max()) for name in before]
     # One step of a new AdamW moves a weight by its rate, at most.
     assert 0.5 * RATE < max(moved) < 1.5 * RATE
-    assert read_base(bench.version(2)) == read_base(bench.version(1))
+    assert read_base_hash(bench.version(2)) == read_base_hash(bench.version(1))
 
 
 async def test_import_becomes_the_next_version_of_the_policy(bench: Bench) -> None:

@@ -158,7 +158,7 @@ async def test_version_written_before_a_kill_of_the_trainer_is_probed_too(
 # What cannot be read for now
 
 
-@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
+@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED_FILES])
 async def test_a_version_that_cannot_be_read_for_now_is_published_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -184,7 +184,7 @@ async def test_unreadable_version_does_not_keep_another_from_being_reloaded(
     await bench.update("u")
     bench.fake.loaded.clear()
     async with Replicas([bench.fake.url]) as server:
-        with unreadable(adapters.version_folder(bench.folder, "m", 2) / adapters.SERVED[1]):
+        with unreadable(adapters.version_folder(bench.folder, "m", 2) / adapters.SERVED_FILES[1]):
             await reconcile(bench.engine, server)
             assert list(bench.fake.loaded) == ["m@1"]
         await reconcile(bench.engine, server)

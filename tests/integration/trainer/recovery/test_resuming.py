@@ -134,9 +134,9 @@ def test_rejected_version_leaves_no_trace_in_the_next_version(
 ) -> None:
     made = learner(tiny_model, tmp_path)
     made.update(rows(0))
-    made.note_saved(save(made, tmp_path / "7"))
+    made.mark_saved(save(made, tmp_path / "7"))
     made.update(rows(2))
-    made.note_saved(save(made, tmp_path / "8"))
+    made.mark_saved(save(made, tmp_path / "8"))
     made.restore(tmp_path / "7")
     made.update(rows(1))
     assert same(save(made, tmp_path / "again"), straight)
@@ -180,7 +180,7 @@ def test_changed_recipe_sets_the_learning_rate_and_keeps_the_optimizer_moments(
 def test_deleted_optimiser_state_starts_anew_and_is_logged(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
-    for path in (straight / adapters.STATE).iterdir():
+    for path in (straight / adapters.STATE_FOLDER).iterdir():
         path.unlink()
     made = learner(tiny_model, tmp_path)
     with capture_logs() as log:
@@ -192,7 +192,7 @@ def test_deleted_optimiser_state_starts_anew_and_is_logged(
 def test_damaged_optimizer_state_is_an_error_that_names_the_file(
     tiny_model: str, tmp_path: Path, straight: Path
 ) -> None:
-    (straight / adapters.STATE / "optimizer.pt").write_bytes(b"half")
+    (straight / adapters.STATE_FOLDER / "optimizer.pt").write_bytes(b"half")
     with pytest.raises(AdapterError, match=r"optimizer\.pt cannot be read .* remove it"):
         learner(tiny_model, tmp_path).restore(straight)
 

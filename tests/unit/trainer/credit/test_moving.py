@@ -64,20 +64,20 @@ def test_single_episode_is_compared_with_its_familys_moving_average() -> None:
         [(1.0 - mean) / sqrt(variance), (0.5 - mean) / sqrt(variance)], abs=1e-12
     )
     assert [c.weight for c in found.transitions] == [0.5, 0.5]
-    after = found.baselines.of_finals("t", "")
+    after = found.baselines.final_average("t", "")
     assert (after.mean, sqrt(after.variance)) == pytest.approx((mean, sqrt(variance)), abs=1e-12)
 
 
 def test_new_family_is_compared_with_its_own_mean() -> None:
     found = credit(episode(1.0, task="t/1"), episode(0.0, task="t/2"))
     assert [c.advantage for c in found.transitions] == pytest.approx([1.0, -1.0], abs=1e-12)
-    assert found.baselines.of_finals("t", "").mean == 0.5
+    assert found.baselines.final_average("t", "").mean == 0.5
 
 
 def test_members_of_groups_move_the_moving_baseline_too() -> None:
     group = Group(task="t/1", episodes=(episode(1.0), episode(0.0)))
     found = assign_credit([group], RULE, policy="m", oldest_version=0)
-    after = found.baselines.of_finals("t", "")
+    after = found.baselines.final_average("t", "")
     assert (after.mean, after.count) == (0.5, 2)
 
 
@@ -88,7 +88,7 @@ def test_return_equal_to_its_baseline_is_no_signal() -> None:
     flat = MovingBaselines(families={"t": {"": MovingAverage(mean=0.1, variance=0.0, count=3)}})
     after = credit(episode(0.1), before=flat)
     assert after.transitions[0].reason == "no_spread"
-    assert after.baselines.of_finals("t", "").mean == 0.1
+    assert after.baselines.final_average("t", "").mean == 0.1
 
 
 def test_each_agent_has_its_own_moving_baseline() -> None:
@@ -107,7 +107,7 @@ def test_each_agent_has_its_own_moving_baseline() -> None:
     assert [c.advantage for c in found.transitions] == pytest.approx(
         [0.95 * 0.75, 0.95 * 0.25, 0.95 * 0.75], abs=1e-12
     )
-    mean = found.baselines.of_finals("t", "writer").mean
+    mean = found.baselines.final_average("t", "writer").mean
     assert mean == pytest.approx(0.25 + 0.05 * 0.75, abs=1e-12)
 
 
@@ -137,21 +137,21 @@ def test_air_has_its_own_moving_average() -> None:
     assert [c.advantage for c in found.transitions] == pytest.approx(
         [0.2 - mean, -0.2 - mean], abs=1e-12
     )
-    assert found.baselines.of_airs("t", "").mean == pytest.approx(mean, abs=1e-12)
+    assert found.baselines.air_average("t", "").mean == pytest.approx(mean, abs=1e-12)
 
 
 def test_earlier_members_of_a_group_do_not_move_the_moving_baseline_again() -> None:
     group = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
     found = assign_credit([group], RULE, policy="m", oldest_version=0, baselines=KNOWN)
     assert len(found.transitions) == 1
-    assert found.baselines.of_finals("t", "").count == 101
+    assert found.baselines.final_average("t", "").count == 101
 
 
 def test_average_of_few_returns_is_their_plain_mean() -> None:
     at = NO_MOVING_BASELINES
     for value in (1.0, 0.0, 0.0, 1.0, 0.5):
         at = at.updated({("t", "a"): [value]}, {})
-    found = at.of_finals("t", "a")
+    found = at.final_average("t", "a")
     assert (found.mean, found.variance) == pytest.approx((0.5, 1 / 5), abs=1e-12)
 
 
@@ -164,7 +164,7 @@ def test_update_moves_the_moving_baseline_by_the_mean_over_all_orders_of_its_ret
             mean += RATE * (value - mean)
         one_by_one.append(mean)
     found = KNOWN.updated({("t", ""): values}, {})
-    assert found.of_finals("t", "").mean == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
+    assert found.final_average("t", "").mean == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=9), st.randoms(use_true_random=False))
@@ -185,7 +185,7 @@ def test_task_families_that_never_come_again_are_forgotten_first() -> None:
     once = [episode(1.0, task=f"once{number}x") for number in range(MAX_FAMILIES)]
     found = credit(*once, before=often)
     assert len(found.baselines.families) == MAX_FAMILIES
-    assert found.baselines.of_finals("often", "").mean == 0.5
-    every = found.baselines.of_finals("never", "")
+    assert found.baselines.final_average("often", "").mean == 0.5
+    every = found.baselines.final_average("never", "")
     assert every.count == MAX_FAMILIES + 2
     assert {c.comparison.baseline for c in found.transitions if c.comparison} == {every.mean}

@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
 from trainer.errors import LearnerError
 from trainer.learners.adapter import (
-    STACKED,
+    STACKED_PARAMETERS,
     ModelModule,
     attach_adapter,
     choose_layers,
@@ -208,7 +208,7 @@ def test_peft_adapts_only_the_chosen_layers(kind: str, experts: bool, tmp_path: 
     stacks = [part.name for part in describe_modules(base) if part.stacked]
     assert all(name.endswith(".experts") for name in stacks)
     assert stacks
-    wanted |= {f"{name}.{stack}" for name in stacks for stack in STACKED if experts}
+    wanted |= {f"{name}.{stack}" for name in stacks for stack in STACKED_PARAMETERS if experts}
     model = attach_adapter(base, lora, None, seed=0)
     assert adapted(model) == wanted
     save_adapter(model, tmp_path)

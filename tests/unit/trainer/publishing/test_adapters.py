@@ -15,7 +15,7 @@ from trainer.errors import AdapterError, FilesAltered, FilesUnread
 from trainer.publishing import adapters
 from trainer.publishing.adapters import (
     MANIFEST,
-    SERVED,
+    SERVED_FILES,
     NewVersion,
     check_files,
     export_adapter,
@@ -26,18 +26,18 @@ from trainer.publishing.adapters import (
     sha256_of,
     version_folder,
     why_altered,
-    write_base,
+    write_base_hash,
     write_version,
 )
 from trainer.publishing.probe import ProbeRow
 
 
 def save(folder: Path) -> None:
-    for name in SERVED:
+    for name in SERVED_FILES:
         (folder / name).write_text(f"{name} of {folder}")
     (folder / "trainer").mkdir()
     (folder / "trainer" / "optimizer.pt").write_bytes(b"state")
-    write_base(folder, "hash of the base")
+    write_base_hash(folder, "hash of the base")
 
 
 def new_version(version: int = 1, **changes: Any) -> NewVersion:
@@ -131,7 +131,7 @@ def test_version_with_its_files_as_written_is_not_altered(tmp_path: Path) -> Non
     assert why_altered(msgspec.structs.replace(version, manifest_sha256=None)) is None
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SERVED_FILES)
 def test_changed_byte_of_a_versions_file_is_found(tmp_path: Path, name: str) -> None:
     version = recorded(tmp_path, 1)
     file = Path(version.adapter_path or "") / name
@@ -154,14 +154,14 @@ def test_files_of_another_version_count_as_altered(tmp_path: Path) -> None:
 def test_forged_files_with_a_matching_manifest_count_as_altered(tmp_path: Path) -> None:
     version = recorded(tmp_path, 1)
     folder = Path(version.adapter_path or "")
-    (folder / SERVED[1]).write_text("mine")
+    (folder / SERVED_FILES[1]).write_text("mine")
     manifest = msgspec.json.decode((folder / MANIFEST).read_bytes())
-    manifest["sha256"][SERVED[1]] = sha256_of(folder / SERVED[1])
+    manifest["sha256"][SERVED_FILES[1]] = sha256_of(folder / SERVED_FILES[1])
     (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     assert "is not the one that its update wrote" in (why_altered(version) or "")
 
 
-@pytest.mark.parametrize("name", [MANIFEST, SERVED[0]])
+@pytest.mark.parametrize("name", [MANIFEST, SERVED_FILES[0]])
 async def test_missing_files_are_reported_with_the_version_and_the_remedy(
     tmp_path: Path, name: str
 ) -> None:
@@ -171,7 +171,7 @@ async def test_missing_files_are_reported_with_the_version_and_the_remedy(
         await check_files(version)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, *SERVED])
+@pytest.mark.parametrize("name", [MANIFEST, *SERVED_FILES])
 async def test_files_that_cannot_be_read_for_now_are_not_altered(tmp_path: Path, name: str) -> None:
     version = recorded(tmp_path, 1)
     file = Path(version.adapter_path or "") / name
@@ -182,7 +182,7 @@ async def test_files_that_cannot_be_read_for_now_are_not_altered(tmp_path: Path,
 
 async def test_folder_in_place_of_a_file_counts_as_altered(tmp_path: Path) -> None:
     version = recorded(tmp_path, 1)
-    file = Path(version.adapter_path or "") / SERVED[1]
+    file = Path(version.adapter_path or "") / SERVED_FILES[1]
     file.unlink()
     file.mkdir()
     with pytest.raises(FilesAltered, match="is no file"):

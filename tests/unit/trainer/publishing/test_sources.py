@@ -18,11 +18,11 @@ from yarl import URL
 from store.ids import new_id
 from trainer.errors import NotFetched, TrainerError
 from trainer.publishing import sources
-from trainer.publishing.adapters import MANIFEST, SERVED, NewVersion, sha256_of, write_version
+from trainer.publishing.adapters import MANIFEST, SERVED_FILES, NewVersion, sha256_of, write_version
 from trainer.publishing.sources import AdapterFiles, FetchedFiles, UploadedFiles, reader_files
 from trainer.settings import SourceSettings
 
-WEIGHTS = SERVED[1]
+WEIGHTS = SERVED_FILES[1]
 # Of a version's weights here, and of what is read of them at once.
 SIZE, CHUNK = 1000, 300
 
@@ -35,7 +35,7 @@ def trainer(tmp_path: Path) -> Path:
 
 def write(root: Path, version: int = 1, policy: str = "org/m #1") -> Path:
     def save(folder: Path) -> None:
-        (folder / SERVED[0]).write_text("{}")
+        (folder / SERVED_FILES[0]).write_text("{}")
         (folder / WEIGHTS).write_bytes(bytes([version]) * SIZE)
         (folder / "trainer").mkdir()
         (folder / "trainer" / "optimizer.pt").write_bytes(b"state")
@@ -79,7 +79,7 @@ async def serving(root: Path) -> AsyncIterator[tuple[Served, str]]:
     """Give a trainer's port, and the source that it is."""
     served = Served(root)
     async with TestServer(served.app) as server:
-        yield served, str(server.make_url(sources.PATH))
+        yield served, str(server.make_url(sources.ADAPTERS_PATH))
 
 
 @asynccontextmanager
@@ -93,7 +93,9 @@ async def fetching(url: str, root: Path, **settings: Any) -> AsyncIterator[Fetch
 
 
 def same(one: Path, other: Path) -> bool:
-    return all((one / n).read_bytes() == (other / n).read_bytes() for n in (MANIFEST, *SERVED))
+    return all(
+        (one / n).read_bytes() == (other / n).read_bytes() for n in (MANIFEST, *SERVED_FILES)
+    )
 
 
 def kept(root: Path) -> list[str]:
@@ -129,7 +131,7 @@ async def test_version_files_are_in_the_trainers_folder_without_an_adapter_sourc
 async def test_fetch_of_a_version_goes_on_where_it_was_interrupted(
     trainer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "CHUNK", CHUNK)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", CHUNK)
     written = write(trainer)
     # Each try is another process's, and has time for one piece.
     monkeypatch.setattr(sources, "FETCH_S", 0.0)
