@@ -2,9 +2,13 @@
 
 from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta
+from typing import Final
 from uuid import UUID
 
 import uuid_utils
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+MILLISECOND: Final = timedelta(milliseconds=1)
 
 
 def new_id() -> UUID:
@@ -19,14 +23,12 @@ def new_id_with_text() -> tuple[bytes, str]:
 
 def lowest_id_at(moment: datetime) -> UUID:
     """Return the lower bound of UUIDv7s made at `moment` or later (ms resolution)."""
-    milliseconds = round(moment.timestamp() * 1000)
-    return UUID(int=milliseconds << 80)
+    return UUID(int=((moment - EPOCH) // MILLISECOND) << 80)
 
 
 def time_of(identifier: UUID) -> datetime:
     """Return the time at which a UUIDv7 was made (UTC, ms resolution)."""
-    epoch = datetime(1970, 1, 1, tzinfo=UTC)
-    return epoch + timedelta(milliseconds=identifier.int >> 80)
+    return EPOCH + (identifier.int >> 80) * MILLISECOND
 
 
 def day_of(identifier: UUID) -> int:
@@ -36,5 +38,5 @@ def day_of(identifier: UUID) -> int:
 
 def days_of(identifiers: Iterable[UUID]) -> list[date]:
     """Return the days (UTC) on which UUIDv7s were made, sorted, each once."""
-    epoch = date(1970, 1, 1)
-    return [epoch + timedelta(days=day) for day in sorted({day_of(one) for one in identifiers})]
+    days = sorted({day_of(identifier) for identifier in identifiers})
+    return [EPOCH.date() + timedelta(days=day) for day in days]

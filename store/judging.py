@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.ids import lowest_id_at, time_of
+from store.read.browsing import IS_OF_TENANT
 from store.read.episodes import is_of_tenant
 from store.read.lines import QUIET_PERIOD
 from store.records import Record
@@ -251,6 +252,7 @@ _QUEUE: Final = """
     SELECT p.episode_id, e.key, p.task, p.version, p.reward, p.last_call_at
     FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
     WHERE p.policy = :policy AND p.claimed_by IS NULL AND p.claimable AND {reason}
+        AND {of_tenant}
         AND (CAST(:until AS uuid) IS NULL OR p.episode_id <= :until)
         AND (CAST(:before AS uuid) IS NULL OR p.episode_id < :before)
         AND NOT EXISTS (SELECT FROM feedback f JOIN feedback_requests r ON r.id = f.request_id
@@ -317,13 +319,13 @@ async def review_queue(
         "metrics": [scale.metric for scale in scales],
         "apart": [DISAGREEING_SHARE * (scale.high - scale.low) for scale in scales],
         "reviewed": scoped(tenant, REVIEW_KEY_PREFIX),
+        "tenant": tenant,
         "before": before,
         "until": until,
         "most": most,
     }
-    query = text(_QUEUE.format(reason=_NEEDS_REVIEW_IF[reason]))
-    rows = await connection.execute(query, values)
-    return [row for row in rows if tenant_of(row.key) == tenant]
+    query = text(_QUEUE.format(reason=_NEEDS_REVIEW_IF[reason], of_tenant=IS_OF_TENANT))
+    return list(await connection.execute(query, values))
 
 
 async def key_to_review(connection: AsyncConnection, episode_id: UUID, tenant: str) -> str | None:

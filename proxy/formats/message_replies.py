@@ -561,7 +561,7 @@ class _EventTranslator:
             events += self._text_events("thinking", delta.reasoning)
         if delta.content and self._open_block == "tool_use":
             self._waiting.append(delta.content)
-            self.waiting += len(delta.content)
+            self.waiting += len(delta.content.encode("utf-8", "surrogatepass"))
         elif delta.content:
             events += self._text_events("text", delta.content)
         for call in delta.tool_calls or ():

@@ -11,8 +11,9 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.judging import Judgement, store_judgement
+from store.judging import Judgement, review_queue, scales_of, store_judgement
 from store.records import FeedbackRecord, SpoolRecord
+from store.tenants import scoped
 from store.version_states import ensure_base
 from tests.integration.conftest import Proxy, Reply
 from tests.integration.pawl.console.conftest import OpenConsole, Pages
@@ -81,6 +82,18 @@ async def test_each_review_queue_lists_its_kind_of_episodes_newest_first(
     console: Pages, ledger: AsyncEngine, kind: str, keys: list[str]
 ) -> None:
     assert shown(await console.get(f"/review?policy=m&kind={kind}")) == keys
+
+
+async def test_episodes_of_another_tenant_hide_none_of_the_viewers_own(engine: AsyncEngine) -> None:
+    keys = ["own", *(scoped("other", f"e{number}") for number in range(3))]
+    records = [call(key, **ago(3600, number)) for number, key in enumerate(keys)]
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await ingest(connection, records)
+        scales = await scales_of(connection, "m")
+        for tenant, newest in (("default", keys[0]), ("other", keys[-1])):
+            [row] = await review_queue(connection, "m", "unscored", scales, tenant, most=1)
+            assert row.key == newest
 
 
 async def test_crafted_link_shows_no_posted_message(console: Pages, ledger: AsyncEngine) -> None:

@@ -140,6 +140,14 @@ def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_
     assert (parser.waiting, parser.feed(b": next\n")) == (0, parser._pass_comments(b": next\n"))
 
 
+def test_text_that_waits_for_the_end_of_a_tool_call_counts_in_bytes() -> None:
+    parser = parser_of("messages")
+    asked = {"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}
+    parser.feed(sse(chunk({"role": "assistant"}), chunk({"tool_calls": [asked]})))
+    parser.feed(sse(chunk({"content": "é" * 1000})))
+    assert parser.waiting >= 2000
+
+
 def test_abandoned_line_of_a_translated_stream_becomes_a_single_error_event() -> None:
     parser = parser_of("messages")
     parser.feed(b'data: {"choices": "' + b"x" * 100)
