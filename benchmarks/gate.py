@@ -174,12 +174,12 @@ class Policy:
         while (now := watch.due(self._per_day, share)) < DAYS:
             watch.add(self._random.binomial, now, self._means, share)
             comparison = watch.comparison
-            is_lower = share > usual and comparison.tells_against
+            is_lower = share > usual and comparison.scores_lower
             if comparison.verdict is not None or is_lower:
                 self.serves = False
                 self.decided = self.decided or (now, 0)
                 return
-            share = usual if comparison.is_enough else share
+            share = usual if comparison.has_trial_information else share
 
 
 def evaluate(rule: PublishOptions, new: float, old: float, random: Any) -> Comparison:

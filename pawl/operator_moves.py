@@ -30,11 +30,11 @@ DEFAULT_STATES: Final[tuple[PolicyState, ...]] = ("canary", "loaded")
 # Waits until the model servers have loaded a recalled version, or raises `WrongVersionState`.
 WaitUntilLoaded = Callable[[PolicyVersion], Awaitable[None]]
 # The fields of a query; fields with a time end with `since` or `before`.
-FIELDS: Final = (
+QUERY_FIELDS: Final = (
     *("episode", "task", "prefix", "agent", "key"),
     *("since", "before", "scored-since", "scored-before"),
 )
-_FIELD: Final = "|".join(FIELDS)
+_FIELD: Final = "|".join(QUERY_FIELDS)
 _FIRST_FIELD: Final = re.compile(rf"(?:{_FIELD})=")
 _NEXT_FIELD: Final = re.compile(rf",(?=(?:{_FIELD})=)")
 
@@ -253,6 +253,8 @@ class BadQuery(StoreError):
 
 def read_query(query: str) -> str | Selection:
     """Parse an episode's key or id, or conditions `FIELD=VALUE` separated by commas (pure).
+
+    A query for one episode is returned as its key or id, conditions as a Selection.
 
     A comma belongs to the value unless `FIELD=` follows. A time without a zone is in this machine's
     zone.

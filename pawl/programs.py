@@ -14,7 +14,7 @@ from store.records import Record
 # Bytes kept of standard error: its end.
 LAST_BYTES: Final = 2**16
 # How long to wait, after a program's end, for output that is still in its pipes.
-REST_S: Final = 1.0
+DRAIN_S: Final = 1.0
 
 
 class EndedProgram(Record, frozen=True):
@@ -66,7 +66,7 @@ async def run_program(
             await run.over.wait()
         # Wait no longer: processes that the program started may hold its output open.
         with suppress(TimeoutError):
-            async with asyncio.timeout(0 if run.too_much else REST_S):
+            async with asyncio.timeout(0 if run.too_much else DRAIN_S):
                 await run.closed.wait()
         if run.too_much:
             raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")

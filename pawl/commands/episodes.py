@@ -36,9 +36,9 @@ from store.records import Record
 from store.selecting import FoundEpisodes, Selection, find_named_episodes, select_episodes
 from store.tenants import DEFAULT, bare, scoped
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 # Names that a message shows.
-SHOWN: Final = 5
+MAX_SHOWN_NAMES: Final = 5
 
 app = typer.Typer(no_args_is_help=True, help="Delete recorded episodes from everywhere.")
 
@@ -222,7 +222,7 @@ async def choose_episodes(
     async with engine.connect() as connection:
         chosen = await find_named_episodes(connection, names)
         if chosen.unknown and not marking:
-            shown = ", ".join(repr(bare(name)) for name in chosen.unknown[:SHOWN])
+            shown = ", ".join(repr(bare(name)) for name in chosen.unknown[:MAX_SHOWN_NAMES])
             raise UnknownEpisodes(
                 f"{len(chosen.unknown)} of these names are not recorded ({shown}), and nothing was "
                 "deleted: correct them, or add --unrecorded if their calls may still wait in the "
@@ -280,7 +280,7 @@ async def wait_until_drained(engine: AsyncEngine, spool_dir: Path, within_s: flo
             left = await count_waiting_deleted(connection, spool_dir)
         if not left or clock() >= deadline:
             return left
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 def without_tenant(receipt: Receipt) -> Receipt:
@@ -306,5 +306,5 @@ def describe_receipt(receipt: Receipt, *, dry: bool) -> str:
         line += f"; trained on by {', '.join(receipt.trained)}, carried by {len(carried)} versions"
         line += " (`pawl policies retrain` starts again before them)"
     if receipt.linked:
-        line += f"; linked with {', '.join(receipt.linked[:SHOWN])}, not deleted"
+        line += f"; linked with {', '.join(receipt.linked[:MAX_SHOWN_NAMES])}, not deleted"
     return line

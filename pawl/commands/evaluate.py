@@ -34,7 +34,7 @@ from store.files import atomic_file
 from store.limited_bodies import LimitedResponse
 from trainer.recipes.recipe import PublishOptions
 
-STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
+EXIT_STATUS: Final[dict[Outcome, int]] = {"better": 0, "worse": 1, "undecided": 3, "stopped": 130}
 MOST_FAILURES: Final = 20
 ALL: Final = "all tasks"
 INTERVAL_NOTE: Final = "The interval holds at every look, with 95 % at each end"
@@ -123,7 +123,7 @@ def evaluate_command(flags: EvaluateFlags) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(evaluation)) + b"\n")
     if flags.picture is not None:
         draw_report(flags.picture, evaluation)
-    raise SystemExit(STATUS[evaluation.outcome])
+    raise SystemExit(EXIT_STATUS[evaluation.outcome])
 
 
 async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
@@ -306,10 +306,10 @@ def _format_interval(figures: Figures) -> str:
     return f"{_format_signed(figures.lower)} … {_format_signed(figures.upper)}"
 
 
-INK: Final = "#1f2933"
-NEW: Final = "#0b7285"
-OLD: Final = "#adb5bd"
-HARM: Final = "#e8590c"
+INK_COLOR: Final = "#1f2933"
+NEW_COLOR: Final = "#0b7285"
+OLD_COLOR: Final = "#adb5bd"
+HARM_COLOR: Final = "#e8590c"
 
 
 def draw_report(path: Path, evaluation: EvaluationReport) -> None:
@@ -336,28 +336,28 @@ def draw_report(path: Path, evaluation: EvaluationReport) -> None:
 def _plot_looks(axes: Any, evaluation: EvaluationReport) -> None:
     looks = evaluation.looks
     tasks = [look.tasks for look in looks]
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.axhline(-evaluation.margin, color=HARM, linewidth=0.8, linestyle="--")
+    axes.axhline(0, color=INK_COLOR, linewidth=0.8)
+    axes.axhline(-evaluation.margin, color=HARM_COLOR, linewidth=0.8, linestyle="--")
     axes.annotate(
         "margin",
         (1, -evaluation.margin),
         xycoords=("axes fraction", "data"),
-        color=HARM,
+        color=HARM_COLOR,
         fontsize=8,
         ha="right",
         va="top",
     )
     band = [look.lower for look in looks], [look.upper for look in looks]
     axes.fill_between(
-        tasks, *band, color=NEW, alpha=0.18, linewidth=0, label="95 % at each end, every look"
+        tasks, *band, color=NEW_COLOR, alpha=0.18, linewidth=0, label="95 % at each end, every look"
     )
-    axes.plot(tasks, [look.difference for look in looks], color=NEW, linewidth=2)
+    axes.plot(tasks, [look.difference for look in looks], color=NEW_COLOR, linewidth=2)
     axes.set_xlabel("tasks")
     axes.set_ylabel("difference of the mean reward")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="lower right")
     title = f"{evaluation.new} against {evaluation.old}: {_headline(evaluation)}"
-    axes.set_title(title, loc="left", fontweight="bold", color=INK, fontsize=10)
+    axes.set_title(title, loc="left", fontweight="bold", color=INK_COLOR, fontsize=10)
 
 
 def _plot_families(axes: Any, evaluation: EvaluationReport) -> None:
@@ -366,13 +366,13 @@ def _plot_families(axes: Any, evaluation: EvaluationReport) -> None:
     for place, (_, figures) in enumerate(reversed(rows)):
         means = [figures.old.mean, figures.new.mean]
         known = [mean for mean in means if mean is not None]
-        axes.plot(known, [place] * len(known), color=OLD, linewidth=2, zorder=1)
-        for mean, color in zip(means, (OLD, NEW), strict=True):
+        axes.plot(known, [place] * len(known), color=OLD_COLOR, linewidth=2, zorder=1)
+        for mean, color in zip(means, (OLD_COLOR, NEW_COLOR), strict=True):
             if mean is not None:
                 axes.scatter([mean], [place], color=color, s=45, zorder=2)
     axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xlabel("mean reward")
-    for name, color in ((evaluation.old, OLD), (evaluation.new, NEW)):
+    for name, color in ((evaluation.old, OLD_COLOR), (evaluation.new, NEW_COLOR)):
         axes.scatter([], [], color=color, s=45, label=name)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8)

@@ -33,7 +33,7 @@ MIB: Final = 2**20
 COMPARED_TURNS: Final = 4
 COMPARED_TOKENS: Final = 256
 # The least value of PAWL_MAX_MODEL_LEN.
-SHORTEST: Final = 128
+SHORTEST_CONTEXT: Final = 128
 # GPUs of one machine.
 MOST_GPUS: Final = 8
 
@@ -178,7 +178,7 @@ def plan(
 
 
 def rehearse(model: str, recipe: Recipe, *, context: int, turns: int) -> Rehearsal:
-    """Make an update on two episodes of `turns` calls that grow to `context` tokens.
+    """Make an update on two episodes of `turns` calls that grow to `context` tokens; measure it.
 
     Raises:
         LearnerError: the model cannot be trained, or memory ran out.
@@ -317,10 +317,10 @@ def _advice(
         what = f"weights{of_a_call}{stored}"
         ways = _ways_to_serve(takes, space, context)
         advice.append(f"vLLM's share does not hold the {what}: {_either(ways)}")
-    if longest < min(context, SHORTEST):
+    if longest < min(context, SHORTEST_CONTEXT):
         beside = " beside vLLM" if space.server else ""
         ways = [
-            *_ways_to_train(alone, gpus, space, min(context, SHORTEST)),
+            *_ways_to_train(alone, gpus, space, min(context, SHORTEST_CONTEXT)),
             "train a smaller model",
         ]
         return [*advice, f"the weights do not fit{beside}: {_either(ways)}"]
@@ -331,7 +331,7 @@ def _advice(
         )
     if recipe.batch.gradient_checkpointing is False and plain < min(longest, context):
         advice.append("leave batch.gradient_checkpointing out: it is switched on where needed")
-    if space.on_gpu and SHORTEST <= longest < recipe.batch.micro_batch_tokens:
+    if space.on_gpu and SHORTEST_CONTEXT <= longest < recipe.batch.micro_batch_tokens:
         advice.append(f"set batch.micro_batch_tokens = {longest} or less")
     return advice
 

@@ -47,7 +47,7 @@ Kind = Literal["trained", "fixed", "unlisted"]
 # Only the newest events are shown.
 MAX_EVENTS: Final = 100
 # The columns of optional figures.
-MEASURED: Final = {
+MEASURED_COLUMNS: Final = {
     "share": "share",
     "live_reward": "live reward",
     "live_episodes": "of episodes",
@@ -379,7 +379,7 @@ def versions_table(lines: Sequence[VersionLine]) -> Table:
     numbers = ["eval episodes", "scored", "mean reward", "95 % interval"]
     measured = {
         figure: column
-        for figure, column in MEASURED.items()
+        for figure, column in MEASURED_COLUMNS.items()
         if any(getattr(line, figure) is not UNSET for line in lines)
     }
     numbers += measured.values()

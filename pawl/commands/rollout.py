@@ -196,6 +196,8 @@ async def run_rollout(flags: RolloutFlags) -> dict[str, Any]:
 
 
 class Display:
+    """Show a rollout's progress: a table on a terminal, else a line every LINE_S seconds."""
+
     def __init__(self, rollout: Rollout, console: Console) -> None:
         self._rollout = rollout
         self._figures = rollout.figures

@@ -36,7 +36,7 @@ from store.limited_bodies import LimitedResponse
 from store.records import REWARD, Record
 
 # Statuses of a shell that could not run the command.
-NOT_RUN: Final = (126, 127)
+NOT_RUN_STATUSES: Final = (126, 127)
 
 
 class RunFlags(Record, frozen=True, kw_only=True):
@@ -205,7 +205,7 @@ def _run_score(command: str) -> float:
     status = subprocess.run(
         command, shell=True, check=False, env=without_pawl_settings(os.environ)
     ).returncode
-    if status in NOT_RUN or status < 0:
+    if status in NOT_RUN_STATUSES or status < 0:
         raise RolloutError(
             f"--score: {command!r} did not run to its end (status {status}), so no reward is "
             "posted: correct the command, and post the reward yourself"

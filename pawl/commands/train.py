@@ -22,7 +22,7 @@ from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 
 # The figures of an update that a terminal shows, in this order.
-SHOWN: Final = (
+SHOWN_FIGURES: Final = (
     *("reward_mean", "trained_episodes", "episodes", "loss", "grad_norm"),
     *("kl_to_base", "teacher_kl"),
 )
@@ -128,6 +128,8 @@ def train(
 def _update_line(policy: str, version: Any, metrics: Mapping[str, Any]) -> Text:
     """Return an update as a line for a terminal, the reward first."""
     name = f"{policy}@{version}" if version else "no signal"
-    figures = (f"{key} {value:.4g}" for key in SHOWN if (value := metrics.get(key)) is not None)
+    figures = (
+        f"{key} {value:.4g}" for key in SHOWN_FIGURES if (value := metrics.get(key)) is not None
+    )
     # Clients choose names, so rich must not read markup.
     return Text(f"{name}  {'  '.join(figures)}")

@@ -32,7 +32,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pawl.console import episode, episodes, overview, review, tokens, updates, versions
-from pawl.console.pages import NOBODY, WAIT_S, Console, Refusal, Viewer, console_of, form, page
+from pawl.console.pages import (
+    CONNECTION_WAIT_S,
+    NOBODY,
+    Console,
+    Refusal,
+    Viewer,
+    console_of,
+    form,
+    page,
+)
 from pawl.database import keep_postgres_running
 from pawl.processes import lower_priority, stop_event
 from pawl.settings import ConsoleSettings
@@ -331,7 +340,8 @@ FAILURES: Final[Mapping[Callable[[BaseException], bool], Refusal]] = {
     lambda error: isinstance(error, PoolTimeout): Refusal(
         503,
         "Too many viewers at once",
-        f"This page waited {WAIT_S:.0f} seconds for the pages of others: try again in a moment.",
+        f"This page waited {CONNECTION_WAIT_S:.0f} seconds for the pages of others: try again in a"
+        " moment.",
     ),
     is_bad_value: Refusal(
         400,

@@ -58,7 +58,7 @@ class Part(Record, frozen=True, kw_only=True):
     tool_id: str | None = None
 
 
-MORE: Final = Part(kind="more", text="", title="what follows is not shown")
+NOT_SHOWN_PART: Final = Part(kind="more", text="", title="what follows is not shown")
 
 
 class Message(Record, frozen=True, kw_only=True):
@@ -183,7 +183,7 @@ def reply_in(body: bytes | None) -> tuple[Message, ...]:
         return (Message(role=role, parts=(Part(kind="other", text=text),)),)
     messages = tuple(message_of(member, "assistant") for member in members[:MOST_MESSAGES])
     is_cut = len(members) > MOST_MESSAGES
-    return (*messages, Message(role="reply", parts=(MORE,))) if is_cut else messages
+    return (*messages, Message(role="reply", parts=(NOT_SHOWN_PART,))) if is_cut else messages
 
 
 def message_of(member: Any, role: str) -> Message:
@@ -199,7 +199,7 @@ def message_of(member: Any, role: str) -> Message:
 
 def _first_parts(parts: Iterator[Part]) -> tuple[Part, ...]:
     kept = tuple(islice(parts, MOST_PARTS))
-    return kept if next(parts, None) is None else (*kept, MORE)
+    return kept if next(parts, None) is None else (*kept, NOT_SHOWN_PART)
 
 
 def _parts(value: Any) -> Iterator[Part]:
@@ -284,7 +284,7 @@ class Space:
         """Yield the parts that fit, each with the number of its characters to show."""
         for part in parts:
             if not self._parts:
-                yield MORE, 0
+                yield NOT_SHOWN_PART, 0
                 return
             self.take(part.title + (part.tool_id or ""), 260)
             self._parts -= 1

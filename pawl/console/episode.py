@@ -44,7 +44,7 @@ LEAST_WIDTH: Final = 0.4
 
 
 def numbers_of(episode: EpisodeDetail) -> dict[UUID, int]:
-    """Return the calls' numbers, from 1; as in credit, a repeated call shares the next one's."""
+    """Return calls' numbers, from 1; as in credit, a repeated call has the next one's number."""
     number = episode.earlier_calls
     numbers: dict[UUID, int] = {}
     for call in episode.calls:
@@ -255,7 +255,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 async def explained_for(request: Request, update_id: UUID) -> tuple[ExplainedUpdate | None, str]:
-    """Return the credit of an update, or why it cannot be shown.
+    """Return the credit of an update and "", or None and why it cannot be shown.
 
     Takes the pool's only connection: the caller must not hold it.
     """

@@ -31,8 +31,8 @@ from store.records import SPLITS
 LOOK_S: Final = 0.08
 LOOK_FURTHER_S: Final = 2.0
 # Characters of a question or an answer in the list; a body of more bytes is not searched for one.
-LISTED: Final = 120
-LARGEST_LISTED: Final = 128 * 1024
+LISTED_CHARACTERS: Final = 120
+LARGEST_LISTED_BYTES: Final = 128 * 1024
 STATES: Final[tuple[State, ...]] = get_args(State)
 
 
@@ -46,17 +46,17 @@ def _parse_time(text: str) -> datetime:
 
 
 # How to write each field of an address; fields that are not in FORMATS are names.
-NAME: Final = f"at most {LONGEST_NAME} characters, without U+0000"
-REWARD: Final = "a number, such as 0.5"
-TIME: Final = "a time from 1970 on, such as 2026-11-26T12:00"
+NAME_FORMAT: Final = f"at most {LONGEST_NAME} characters, without U+0000"
+REWARD_FORMAT: Final = "a number, such as 0.5"
+TIME_FORMAT: Final = "a time from 1970 on, such as 2026-11-26T12:00"
 FORMATS: Final = {
     "version": "the number of a version, such as 3",
     "split": f"one of {', '.join(SPLITS)}",
     "state": f"one of {', '.join(STATES)}",
-    "low": REWARD,
-    "high": REWARD,
-    "since": TIME,
-    "until": TIME,
+    "low": REWARD_FORMAT,
+    "high": REWARD_FORMAT,
+    "since": TIME_FORMAT,
+    "until": TIME_FORMAT,
 }
 
 
@@ -64,7 +64,7 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
     """The filter of an address, such as `?policy=m&state=scored&low=0.5`."""
 
     @classmethod
-    def of(cls, parameters: Mapping[str, str]) -> "Filter":
+    def from_parameters(cls, parameters: Mapping[str, str]) -> "Filter":
         """Read the filter in an address; other and empty parameters are ignored.
 
         Raises:
@@ -73,9 +73,9 @@ class Filter(EpisodeFilter, frozen=True, kw_only=True):
         values = {}
         for field in msgspec.structs.fields(cls):
             if text := parameters.get(field.name, "").strip():
-                how = FORMATS.get(field.name, NAME)
+                how = FORMATS.get(field.name, NAME_FORMAT)
                 try:
-                    value = _parse_time(text) if how is TIME else text
+                    value = _parse_time(text) if how is TIME_FORMAT else text
                     values[field.name] = msgspec.convert(value, field.type, strict=False)
                 except ValueError as error:
                     title = "This filter cannot be used"
@@ -94,27 +94,27 @@ async def first_and_last_words(
     """Return the shortened first question and last answer of each episode."""
     ends = await first_and_last_calls(connection, episodes)
     firsts, lasts = [row.first for row in ends], [row.last for row in ends]
-    texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED)
+    texts = await call_texts(connection, firsts, lasts, LARGEST_LISTED_BYTES)
 
     def first_question_and_last_answer(row: Row[Any]) -> tuple[str, str]:
         first, last = (texts.get(call, NO_TEXTS) for call in (row.first, row.last))
         turn = turn_of(CallTexts(first.request, last.reply))
-        return end_of(question_in(turn)), end_of(answer_in(turn))
+        return last_characters(question_in(turn)), last_characters(answer_in(turn))
 
     return await asyncio.to_thread(
         lambda: {row.episode: first_question_and_last_answer(row) for row in ends}
     )
 
 
-def end_of(words: str) -> str:
-    """Return a text in one line; of a long one, the last LISTED characters."""
+def last_characters(words: str) -> str:
+    """Return a text in one line; of a long one, the last LISTED_CHARACTERS characters."""
     line = " ".join(words.split())
-    return line if len(line) <= LISTED else f"… {line[-LISTED:]}"
+    return line if len(line) <= LISTED_CHARACTERS else f"… {line[-LISTED_CHARACTERS:]}"
 
 
 async def episodes(request: Request) -> Response:
     """Show the newest episodes that match a filter, or those before a given episode."""
-    chosen = Filter.of(request.query_params)
+    chosen = Filter.from_parameters(request.query_params)
     before = uuid_in(request.query_params.get("before"))
     if before is None and "before" in request.query_params:
         title = "There is no such part of the list"
@@ -139,7 +139,7 @@ async def episodes(request: Request) -> Response:
 
 async def counts(request: Request) -> Response:
     """Return how many episodes are in which state, and how their rewards are distributed."""
-    chosen = Filter.of(request.query_params)
+    chosen = Filter.from_parameters(request.query_params)
     async with reading(request) as connection:
         counted = await count_episodes(connection, chosen, viewer_of(request).tenant)
     return part(request, "episodes_counts.html", chosen=chosen, counted=counted, states=STATES)

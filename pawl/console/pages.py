@@ -36,14 +36,14 @@ from store.records import Record
 from store.tenants import bare
 
 # Longest wait for a connection: to spare the database, pages are read one by one.
-WAIT_S: Final = 10.0
+CONNECTION_WAIT_S: Final = 10.0
 # Longest time of one statement: no page is worth slowing the database down for longer.
-LIMIT_S: Final = 5.0
+STATEMENT_LIMIT_S: Final = 5.0
 # In bytes; a larger page is refused.
 LARGEST_PAGE: Final = 2_000_000
 LARGEST_FORM: Final = 1024 * 1024
 # Characters shown of one text of an agent or a model, unless its screen says otherwise.
-SHOWN: Final = 4000
+SHOWN_CHARACTERS: Final = 4000
 
 
 T = TypeVar("T")
@@ -105,7 +105,11 @@ class Console:
         self.settings = settings
         self.prefix = settings.console_prefix
         pool = partial(
-            make_engine, database_url, max_overflow=0, limit_s=2 * LIMIT_S, wait_s=WAIT_S
+            make_engine,
+            database_url,
+            max_overflow=0,
+            limit_s=2 * STATEMENT_LIMIT_S,
+            wait_s=CONNECTION_WAIT_S,
         )
         # Pages share one connection. The check of a key and the doctor wait for no page.
         self.engine: AsyncEngine = pool(pool_size=1)
@@ -158,10 +162,10 @@ def viewer_of(request: Request) -> Viewer:
 
 @asynccontextmanager
 async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
-    """Open a read-only transaction; a statement takes at most `LIMIT_S`."""
+    """Open a read-only transaction; a statement takes at most `STATEMENT_LIMIT_S`."""
     async with console_of(request).engine.connect() as connection:
         await connection.execution_options(postgresql_readonly=True)
-        await set_up_transaction(connection, LIMIT_S)
+        await set_up_transaction(connection, STATEMENT_LIMIT_S)
         yield connection
 
 
@@ -169,7 +173,7 @@ async def reading(request: Request) -> AsyncIterator[AsyncConnection]:
 async def writing(request: Request) -> AsyncIterator[AsyncConnection]:
     """Open a transaction for a change that `require` allowed; it is committed after the block."""
     async with console_of(request).engine.begin() as connection:
-        await set_up_transaction(connection, LIMIT_S)
+        await set_up_transaction(connection, STATEMENT_LIMIT_S)
         yield connection
 
 
@@ -254,7 +258,7 @@ def time_element(moment: datetime | None) -> Markup:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """Format a number: whole ones with grouped digits, others with `digits` significant digits."""
+    """Format a whole number with grouped digits, another with `digits` significant, None as –."""
     if value is None:
         return "–"
     if value != value or abs(value) == float("inf"):  # noqa: PLR0124
@@ -287,7 +291,7 @@ def plain_text(text: str) -> str:
 _MARKS: Final = 4
 
 
-def visible_text(text: str | None, limit: int = SHOWN, raw: str | None = None) -> Markup:
+def visible_text(text: str | None, limit: int = SHOWN_CHARACTERS, raw: str | None = None) -> Markup:
     """Return text of an agent or a model as markup, with invisible characters made visible.
 
     It is cut after `limit` characters, and says so; `raw` is the address of the whole text.

@@ -19,7 +19,7 @@ from pawl.console.episode import numbers_of
 from pawl.console.pages import Refusal, console_of, form, page, reading, require, uuid_in, viewer_of
 from pawl.console.versions import chosen_policy
 from pawl.judging.answers import Away, Statement
-from pawl.judging.feedback import TAKEN, feedback_url, post_once
+from pawl.judging.feedback import ACCEPTED_STATUSES, feedback_url, post_once
 from store.errors import Damaged
 from store.judging import (
     REVIEW_KEY_PREFIX,
@@ -182,7 +182,7 @@ async def _post_score(request: Request, tenant: str, reason: ReviewReason) -> Re
             f"{url} {error}. The score may not have been posted: go back and send it again, which "
             "counts once. PAWL_LISTEN has to be the proxy's address.",
         ) from error
-    if status not in TAKEN:
+    if status not in ACCEPTED_STATUSES:
         why = f"{url} answered {status}: {answer}"
         raise Refusal(max(status, 400), "The proxy refused the score", why)
     query = {"policy": policy.name, "kind": reason, "before": episode, "done": episode}

@@ -20,7 +20,7 @@ PAGE_SIZE: Final = 100
 FAMILIES: Final = "Reward by family of tasks"
 # The plots and lists: for each title, its figures by name, with their labels. The figures of
 # FAMILIES depend on the updates.
-SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
+SHOWN_FIGURES: Final[Mapping[str, Mapping[str, str]]] = {
     "Reward of the batch": {"reward_mean": "mean reward"},
     FAMILIES: {},
     "Entropy, nats a token": {"entropy": "of the policy"},
@@ -42,10 +42,10 @@ SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 def plotted_figures(updates: Sequence[Row[Any]]) -> dict[str, Mapping[str, str]]:
-    """Return `SHOWN`, with the reward of each task family if the updates have several families."""
+    """Return `SHOWN_FIGURES`, with each task family's reward if the updates have several."""
     families = sorted({one for own in updates for one in own.metrics.get("families", {})})
     lines = {f"families/{one}/reward": one or "(none)" for one in families}
-    shown = {**SHOWN, FAMILIES: lines if len(lines) > 1 else {}}
+    shown = {**SHOWN_FIGURES, FAMILIES: lines if len(lines) > 1 else {}}
     return {title: lines for title, lines in shown.items() if lines}
 
 

@@ -99,7 +99,7 @@ class Change(Record, frozen=True, kw_only=True):
     waits: PolicyEvent | None = None
 
     @property
-    def named(self) -> str:
+    def version_name(self) -> str:
         """Return the version's name in commands, `POLICY@N`."""
         return f"{self.policy}@{self.number}"
 
@@ -107,7 +107,7 @@ class Change(Record, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Return a digest of the change's result, which a person confirms."""
         moved = [(number, now) for number, _, now in self.moved]
-        seen = [self.action, self.named, moved, self.waits and self.waits.id]
+        seen = [self.action, self.version_name, moved, self.waits and self.waits.id]
         return sha256(msgspec.json.encode(seen)).hexdigest()[:24]
 
 
@@ -124,17 +124,17 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
     before = {number: describe_version(version) for number, version in places.items()}
     match change.action:
         case "promote":
-            start, waits = await find_to_promote(connection, change.named, tenant)
+            start, waits = await find_to_promote(connection, change.version_name, tenant)
             if start.unloaded:
-                command = f"`pawl policies promote {change.named}`"
+                command = f"`pawl policies promote {change.version_name}`"
                 raise WrongVersionState(
-                    f"{change.named} is on no model server: {command} loads it first"
+                    f"{change.version_name} is on no model server: {command} loads it first"
                 )
             evidence = None if waits is None else waits.evidence
             await promote_unless_changed(connection, start, change.reason, evidence)
             change = replace(change, waits=waits)
         case "rollback":
-            await roll_back_by_hand(connection, change.named, change.reason, tenant)
+            await roll_back_by_hand(connection, change.version_name, change.reason, tenant)
         case "freeze" | "unfreeze":
             frozen = change.action == "freeze"
             await freeze_by_hand(connection, change.policy, change.reason, tenant, frozen=frozen)
@@ -148,7 +148,9 @@ async def carry_out(connection: AsyncConnection, change: Change, tenant: str | N
         if number in before and now != before[number]
     )
     if not moved:
-        raise StateChanged(f"{change.action} of {change.named} changes nothing: it is so already")
+        raise StateChanged(
+            f"{change.action} of {change.version_name} changes nothing: it is so already"
+        )
     return replace(change, moved=moved)
 
 

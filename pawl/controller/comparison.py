@@ -36,25 +36,26 @@ ROUNDING: Final = 1e-9
 # A guard calls a new version worse if its share of bad episodes is higher by more than this.
 GUARD_MARGIN: Final = 0.05
 # With this evidence of a guard, a version without a verdict is not promoted when its time is over.
-SUSPICIOUS: Final = 2.0
+SUSPICIOUS_EVIDENCE: Final = 2.0
 # Information that decides a trial if the new version is better by about 0.1: n·m/(n + m) over the
 # arms' episodes, with rewards of 0 or 1.
-INFORMATION: Final = 200.0
+TRIAL_INFORMATION: Final = 200.0
 # Information after which the control may move on. A watch estimates the difference from the newest
 # blocks, which together have 1.5 times this information.
-RENEWAL: Final = 64.0
+RENEWAL_INFORMATION: Final = 64.0
 # A watch calls an equally good version worse at most once in this many episodes: a week at one a
 # second.
 FALSE_ONCE_IN: Final = 600_000
 # Only the first families of tasks are compared separately, at most this many.
-MOST_JUDGED: Final = 64
+MOST_FAMILIES: Final = 64
 # The least information with which a family's gain counts.
 LEAST_FAMILY_INFORMATION: Final = 10.0
 # An episode is slow if it takes this many times the median of the old version's.
-SLOW: Final = 2.0
-# The median is over the newest TIMES episodes of the old version, and needs at least FIRST_TIMES.
-TIMES: Final = 200
-FIRST_TIMES: Final = 20
+SLOW_FACTOR: Final = 2.0
+# The median is over the newest MEDIAN_EPISODES episodes of the old version, and needs at least
+# FEWEST_MEDIAN_EPISODES.
+MEDIAN_EPISODES: Final = 200
+FEWEST_MEDIAN_EPISODES: Final = 20
 
 
 class ComparedEpisode(msgspec.Struct, frozen=True):
@@ -155,7 +156,7 @@ class _Slowness:
     """Detect slow episodes by the median time of the old version's earlier episodes."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=TIMES)
+        self._times: deque[float] = deque(maxlen=MEDIAN_EPISODES)
         self._bar: float | None = None
         self._seen = 0
 
@@ -163,9 +164,9 @@ class _Slowness:
         """Return whether an episode is slow; None if its time or the median is unknown."""
         if episode.seconds is None:
             return None
-        # Computed every FIRST_TIMES episodes, from earlier ones: no episode moves its own bar.
-        if self._seen % FIRST_TIMES == 0 and len(self._times) >= FIRST_TIMES:
-            self._bar = SLOW * median(self._times)
+        # Computed every FEWEST_MEDIAN_EPISODES from earlier ones: no episode moves its own bar.
+        if self._seen % FEWEST_MEDIAN_EPISODES == 0 and len(self._times) >= FEWEST_MEDIAN_EPISODES:
+            self._bar = SLOW_FACTOR * median(self._times)
         self._seen += 1
         if not is_new:
             self._times.append(episode.seconds)
@@ -318,31 +319,34 @@ class Comparison:
         return self._own_past.fall
 
     @property
-    def tells_against(self) -> bool:
-        """Return whether `is_enough` holds and the new version scored lower in all blocks."""
-        return self.is_enough and self._total_ever < 0
+    def scores_lower(self) -> bool:
+        """Return whether the new version scores lower, by the TRIAL_INFORMATION of all blocks.
+
+        It says so of any lower average, however small; a verdict needs evidence.
+        """
+        return self.has_trial_information and self._total_ever < 0
 
     @property
-    def is_enough(self) -> bool:
-        """Return whether all blocks together have the INFORMATION that decides a trial."""
-        return self._weight_ever >= INFORMATION
+    def has_trial_information(self) -> bool:
+        """Return whether all blocks together have the TRIAL_INFORMATION that decides a trial."""
+        return self._weight_ever >= TRIAL_INFORMATION
 
     @property
     def may_move_control(self) -> bool:
         """Return whether there is enough information, and no sign of harm, to move the control."""
-        return self._weight >= RENEWAL and not self.points_to_harm
+        return self._weight >= RENEWAL_INFORMATION and not self.points_to_harm
 
     @property
     def next_control(self) -> int | None:
         """Return the version to become the control, or None if the control may not move.
 
-        It is the newest version since whose first episode half of RENEWAL was collected, which
-        suffices to notice that rewards have fallen since then.
+        It is the newest version since whose first episode half of RENEWAL_INFORMATION was
+        collected, which suffices to notice that rewards have fallen since then.
         """
         measured = [
             version
             for version, before in self._weight_before.items()
-            if self._weight_ever - before >= RENEWAL / 2
+            if self._weight_ever - before >= RENEWAL_INFORMATION / 2
         ]
         return max(measured) if measured and self.may_move_control else None
 
@@ -355,7 +359,7 @@ class Comparison:
         """
         is_compared_later = self._rule.mode == "canary" or self.is_watch
         least = -self._rule.margin / 2 if is_compared_later else 0.0
-        bar = sqrt(self._guard_needed) if self.is_watch else SUSPICIOUS
+        bar = sqrt(self._guard_needed) if self.is_watch else SUSPICIOUS_EVIDENCE
         is_guarded = any(guard.against.value >= bar for guard in self._guards)
         return is_guarded or (self.difference or 0.0) < least
 
@@ -412,7 +416,7 @@ class Comparison:
         arm.total += value
         self._rewards.add(is_new, episode.family, value)
         family = self._families.get(episode.family)
-        if family is None and len(self._families) < MOST_JUDGED:
+        if family is None and len(self._families) < MOST_FAMILIES:
             family = _Part(episode.family, self._size, self._evidence, 0.0, BELOW)
             self._families[episode.family] = family
         if family is not None:
@@ -451,7 +455,9 @@ class Comparison:
             self._weight_ever += block.weight
             self._total += block.weight * block.difference
             self._weight += block.weight
-            while self.is_watch and self._weight - self._blocks[0].weight >= 1.5 * RENEWAL:
+            while (
+                self.is_watch and self._weight - self._blocks[0].weight >= 1.5 * RENEWAL_INFORMATION
+            ):
                 oldest = self._blocks.popleft()
                 self._total -= oldest.weight * oldest.difference
                 self._weight -= oldest.weight
@@ -487,9 +493,9 @@ class Comparison:
         for guard in self._guards:
             if guard.against.value >= self._guard_needed:
                 shares = f"{guard.mean(True) or 0:.1%} against {guard.mean(False) or 0:.1%}"
-                return Verdict("worse", f"more {guard.name} than the version before: {shares}")
+                return Verdict("worse", f"more {guard.name} than the old version: {shares}")
         if self._worse.value >= self._worse_needed:
-            return Verdict("worse", "scores lower than the version before")
+            return Verdict("worse", "scores lower than the old version")
         if self.trade is not None and self._rule.undecided == "keep":
             return Verdict("worse", self.trade)
         if self.is_watch:
@@ -497,7 +503,7 @@ class Comparison:
         is_suspected = any(guard.against.value > 1 for guard in self._guards)
         if self._better.value >= self._better_needed and not is_suspected:
             margin = f"{self._rule.margin:g}"
-            return Verdict("better", f"scores at most {margin} lower than the version before")
+            return Verdict("better", f"scores at most {margin} lower than the old version")
         return None
 
 
@@ -515,8 +521,8 @@ def canary_share(episodes_per_hour: float, rule: "PublishOptions", taken: float 
     """
     hours = max(rule.decide_within_h - rule.reward_delay_s / 3600, 0.0)
     both = episodes_per_hour * hours * (1 - taken)
-    if both <= 4 * INFORMATION:
+    if both <= 4 * TRIAL_INFORMATION:
         share = MOST_SHARE
     else:
-        share = max((1 - sqrt(1 - 4 * INFORMATION / both)) / 2, LEAST_SHARE)
+        share = max((1 - sqrt(1 - 4 * TRIAL_INFORMATION / both)) / 2, LEAST_SHARE)
     return share * (1 - taken)

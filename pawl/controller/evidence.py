@@ -29,15 +29,15 @@ from store.records import Arm
 from trainer.recipes.recipe import PublishOptions
 
 # Episodes are read span by span, with about EPISODES_PER_SPAN in each, to bound time and memory. A
-# span lasts SHORTEST to LONGEST.
+# span lasts SHORTEST_SPAN to LONGEST_SPAN.
 EPISODES_PER_SPAN: Final = 2_000
-SHORTEST, LONGEST = timedelta(minutes=15), timedelta(days=1)
+SHORTEST_SPAN, LONGEST_SPAN = timedelta(minutes=15), timedelta(days=1)
 MAX_EPISODES: Final = 5_000
 # A call's record is looked for this long after the call began: it is stored once the call ends.
 LONGEST_CALL: Final = timedelta(hours=1)
 # Longest past that the serving arm's rewards are compared with.
 LONGEST_PAST: Final = timedelta(days=7)
-# Episodes that began within this time of a change may still be of the versions before.
+# Episodes that began within this time of a change may still be of the earlier versions.
 PROXIES_KNOW_AFTER: Final = timedelta(seconds=PROXY_REFRESH_S)
 # Records of a proxy are in the database after this long, unless the database is away.
 STORED_AFTER: Final = timedelta(seconds=5)
@@ -47,7 +47,7 @@ READ_S: Final = 5.0
 
 # The compared versions of each arm. Episodes of an arm with other versions are left out: the
 # serving version was once a canary, and a proxy may still treat it as one.
-Given = Mapping[Arm | None, Container[int | None]]
+ArmVersions = Mapping[Arm | None, Container[int | None]]
 
 
 class Evidence:
@@ -84,11 +84,13 @@ class Evidence:
         # The time read up to (None: nothing is read); the episodes that began by then and do not
         # count yet; and the first calls of those that count.
         self._at: datetime | None = None
-        self._span = SHORTEST
+        self._span = SHORTEST_SPAN
         self._waiting: dict[UUID, Row[Any]] = {}
         self._counted = set[UUID]()
 
-    async def catch_up(self, connection: AsyncConnection, given: Given, now: datetime) -> bool:
+    async def catch_up(
+        self, connection: AsyncConnection, given: ArmVersions, now: datetime
+    ) -> bool:
         """Add unread episodes that count by `now` to the comparison; return whether all are read.
 
         `given` has the versions of each arm. Reads at least one time span, and stops after READ_S.
@@ -97,7 +99,9 @@ class Evidence:
         stop_at = clock() + READ_S
         if self._at is None:
             an_hour = max(await episodes_per_hour(connection, self._policy), 1.0)
-            self._span = min(max(timedelta(hours=EPISODES_PER_SPAN / an_hour), SHORTEST), LONGEST)
+            self._span = min(
+                max(timedelta(hours=EPISODES_PER_SPAN / an_hour), SHORTEST_SPAN), LONGEST_SPAN
+            )
             # Twice the time in which PAST episodes are expected.
             past = min(timedelta(hours=2 * PAST / an_hour), LONGEST_PAST)
             self._at = self._since - past * self.comparison.is_watch
@@ -129,7 +133,7 @@ class Evidence:
                 return
             first = UUID(int=begun[-1].first_call_id.int + 1)
 
-    def _add_episode(self, one: ArmEpisode, given: Given) -> None:
+    def _add_episode(self, one: ArmEpisode, given: ArmVersions) -> None:
         read = {name: getattr(one, name) for name in ComparedEpisode.__struct_fields__}
         if one.began < self._since:
             if one.arm == self._new:

@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.controller.comparison import MOST_SHARE, Comparison, canary_share
 from pawl.controller.evaluating import Evaluations
-from pawl.controller.evidence import Evidence, Given
+from pawl.controller.evidence import ArmVersions, Evidence
 from pawl.controller.metrics import (
     GATE_BOUND,
     GATE_EPISODES,
@@ -70,16 +70,16 @@ MOVES: Final[tuple[PolicyState, ...]] = (
     *("canary", "serving", "retired", "rolled_back", "rejected"),
 )
 # A longer look is cancelled and retried; the episodes that it read are kept.
-LOOK_S: Final = 60.0
+LOOK_LIMIT_S: Final = 60.0
 # The bounds, which only people read, are computed again after this growth in the number of blocks.
 RENEWED: Final = 1.05
-WAITS: Final = "it waits for approval (`pawl policies promote`): "
+WAITS_FOR_APPROVAL: Final = "it waits for approval (`pawl policies promote`): "
 UNDECIDED: Final = "undecided"
 NOTHING_SHOWN: Final = "nothing was shown in time"
-PASSED: Final = "it passed its probe"
+PASSED_PROBE: Final = "it passed its probe"
 
 # The keys of a stored rule that are read; a trainer of another release may have stored others.
-RULE: Final = PublishOptions.model_fields.keys()
+RULE_KEYS: Final = PublishOptions.model_fields.keys()
 # The figures of a comparison that are shown.
 BOUNDS: Final = ("lower", "upper")
 ARMS: Final = ("new", "old")
@@ -116,13 +116,13 @@ class PolicyGate:
         error: Exception | None = None
         moves: list[Move] = []
         try:
-            async with asyncio.timeout(LOOK_S), engine.begin() as connection:
+            async with asyncio.timeout(LOOK_LIMIT_S), engine.begin() as connection:
                 moves = await self._make_due_moves(connection)
             error = self._evaluations.errors.get(self._name)
         except TimeoutError:
             error = TimeoutError(
-                f"judging took longer than {LOOK_S:g} s and was cancelled; the next look goes on"
-                " from the episodes read so far"
+                f"judging took longer than {LOOK_LIMIT_S:g} s and was cancelled; the next look goes"
+                " on from the episodes read so far"
             )
         except Exception as failed:
             error = failed
@@ -179,7 +179,7 @@ class PolicyGate:
         # The rule's shares, not the current ones: for some time the control's share is larger.
         shares = 1 - rule.control_share, rule.control_share
         evidence = self._evidence_of("watch", "serving", rule, shares, control.since, control)
-        arms: Given = {"serving": served, "control": range(old + 1)}
+        arms: ArmVersions = {"serving": served, "control": range(old + 1)}
         is_read = await evidence.catch_up(connection, arms, policy.now)
         comparison = evidence.comparison
         if comparison.verdict is not None:
@@ -206,12 +206,12 @@ class PolicyGate:
         # enough evidence.
         gain = await last_traffic_gain(connection, self._name, serving.version.version)
         is_undecided = gain.verdict == UNDECIDED and _share_of(control) > rule.control_share
-        if is_undecided and comparison.tells_against:
+        if is_undecided and comparison.scores_lower:
             lower = why(f"{serving.version.served_name} scores lower so far")
             return partial(self._return_traffic, connection, serving, control, lower)
         version: int | None = None
         if is_undecided:
-            version = control.version.version if comparison.is_enough else None
+            version = control.version.version if comparison.has_trial_information else None
         elif comparison.next_control is not None:
             # Episodes that hang, or failed without a reward, count only after this delay.
             before = policy.now - timedelta(seconds=rule.reward_delay_s)
@@ -271,7 +271,7 @@ class PolicyGate:
         shares = share, 1 - share - _share_of(policy.control)
         since = max(canary.since, serving.since)
         evidence = self._evidence_of("trial", "canary", rule, shares, since, serving, canary)
-        given: Given = {
+        given: ArmVersions = {
             "canary": {canary.version.version},
             "serving": {serving.version.version},
         }
@@ -306,7 +306,7 @@ class PolicyGate:
             end = partial(self._end, connection, candidate, rule)
             return None if result is None else partial(end, result)
         # In the mode without a trial the trainer promotes, unless approval is needed.
-        why = _because(WAITS + PASSED, {})
+        why = _because(WAITS_FOR_APPROVAL + PASSED_PROBE, {})
         waits = partial(await_approval, connection, candidate.version, **why)
         return waits if rule.approve else None
 
@@ -346,7 +346,7 @@ class PolicyGate:
             await change_state(connection, version, "retired", **why)
             return [Move(version, "retired", why["reason"])]
         if rule.approve:
-            waits = _because(WAITS + why["reason"], why["evidence"])
+            waits = _because(WAITS_FOR_APPROVAL + why["reason"], why["evidence"])
             await await_approval(connection, version, **waits)
             return []
         # After a promotion without a verdict the control, if any, gets at least the trial's share.
@@ -434,7 +434,7 @@ def _rule_of(version: VersionInRole) -> PublishOptions:
     """
     stored = version.gate or {}
     try:
-        return PublishOptions(**{key: stored[key] for key in stored.keys() & RULE})
+        return PublishOptions(**{key: stored[key] for key in stored.keys() & RULE_KEYS})
     except ValidationError as error:
         raise ValueError(
             f"the stored [publish] of {version.version.served_name} is invalid: {error}"

@@ -20,7 +20,7 @@ STEP: Final = 16
 # The least fall that counts: as a share of the range, and in standard errors. At one episode a
 # second, constant rewards cause less than one false alarm a week.
 LEAST_FALL: Final = 0.15
-ERRORS: Final = 4.25
+LEAST_STANDARD_ERRORS: Final = 4.25
 
 
 class Scored(NamedTuple):
@@ -75,7 +75,7 @@ def fall_of(values: Sequence[Scored], new: int) -> float | None:
     squares /= count + sum(len(before[family]) for family in both)
     samples = (side[family] for side in (before, after) for family in both)
     variance *= squares * _design_effect(samples)
-    return fall if fall >= max(LEAST_FALL, ERRORS * sqrt(variance)) else None
+    return fall if fall >= max(LEAST_FALL, LEAST_STANDARD_ERRORS * sqrt(variance)) else None
 
 
 def _design_effect(samples: Iterable[Sequence[Scored]]) -> float:

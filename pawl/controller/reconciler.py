@@ -119,8 +119,8 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
 async def check_served(server: ModelServer, version: PolicyVersion) -> None:
     """Check that a server serves a loaded version as it was trained; unload it if not.
 
-    It is also unloaded if the server goes away before the check ends, as nobody would know later
-    that the version is unchecked.
+    A version without probe rows in its manifest is not checked. Any other is also unloaded if the
+    server goes away before the check ends, as nobody would know later that it is unchecked.
 
     Raises:
         Misserved: the version is not served as trained, or the server refuses the check.
@@ -194,7 +194,10 @@ class Reconciler:
         self._skips = 0
 
     def has_given_up_on(self, name: str) -> bool:
-        """Return whether the server has refused to load a version for a minute."""
+        """Return whether the tries of about a minute failed, the last with a PublishError.
+
+        That is, the server refuses or misserves the version, or its files were altered.
+        """
         _, pause_s = self._pauses.get(name, (0.0, 0.0))
         return isinstance(self.troubles.get(name), PublishError) and pause_s >= LONGEST_PAUSE_S
 

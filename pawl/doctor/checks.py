@@ -50,12 +50,12 @@ EVALUATION_TIME: Final = timedelta(hours=1)
 MOST_SPOOLED: Final = 1000
 # Names listed in one text, and characters of one name.
 MOST_NAMED: Final = 3
-LONGEST: Final = 80
+LONGEST_NAME: Final = 80
 
 # A learner that imitates successes trains these calls, too (docs/explanation/trainer.md).
-IMITATED: Final = frozenset({"greedy", "constrained_sampling"})
+IMITATED_REASONS: Final = frozenset({"greedy", "constrained_sampling"})
 # Failures of serving, which also count in evaluation.
-BROKEN: Final = frozenset({"incomplete", "error_reply"})
+BROKEN_REASONS: Final = frozenset({"incomplete", "error_reply"})
 # The remedy for each `proxy.trainable.Reason`.
 REMEDIES: Final[Mapping[str, str]] = {
     "incomplete": "raise the client's timeout, or send less at once: calls break off before their"
@@ -89,7 +89,8 @@ REMEDIES: Final[Mapping[str, str]] = {
     "reply_too_long": "ask for shorter replies, or raise PAWL_IN_FLIGHT_MB and PAWL_MAX_REPLY_MB",
     "redacted": "narrow the rules of PAWL_REDACTION: redacted calls are not trained",
 }
-# What such calls do, in a finding's title; others "cannot be trained".
+# What calls that cannot be trained for a reason do, in a finding's title; those with any other
+# reason "cannot be trained".
 SYMPTOMS: Final[Mapping[str, str]] = {
     "greedy": "are asked at temperature 0, and sample nothing",
     "incomplete": "broke off",
@@ -102,7 +103,7 @@ PAUSE_REMEDIES: Final[Mapping[PauseReason, str]] = {
     "drift": "set PAWL_DEFAULT_TEMPERATURE, PAWL_DEFAULT_SAMPLING and PAWL_TOOL_PARSER to what the"
     " model server uses",
     "rejected": "read in the trainer's log how the model server serves what is trained"
-    " (probe_failed)",
+    " (version_rejected)",
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
     "server_away": "start the model server; the trainer tests it, and goes on by itself",
@@ -125,11 +126,12 @@ def of_each_policy(check: Callable[[Facts, PolicyFacts], Finding | None]) -> Che
     return checked
 
 
-def named(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str]) -> str:
     """Return the first names as a text, with the number of the others."""
     # Clients choose many of the names: cut and escape them.
     every = [
-        name if name.isprintable() and len(name) <= LONGEST else f"{name!r:.80}" for name in names
+        name if name.isprintable() and len(name) <= LONGEST_NAME else f"{name!r:.80}"
+        for name in names
     ]
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
@@ -273,10 +275,10 @@ def server_away(facts: Facts) -> Iterator[Finding]:
         if not model.get("parent")
     }
     for base in sorted({policy.about.base for policy in facts.policies} - listed if listed else ()):
-        names = named(policy.name for policy in facts.policies if policy.about.base == base)
+        names = list_names(policy.name for policy in facts.policies if policy.about.base == base)
         yield Finding(
             title=f"The model server does not have {base}, the base model of {names}",
-            figures={"models": named(sorted(listed))},
+            figures={"models": list_names(sorted(listed))},
             remedy=f"start vLLM with --served-model-name {base}, or correct PAWL_UPSTREAM_URL",
         )
 
@@ -296,7 +298,7 @@ def trainer_away(facts: Facts) -> Iterator[Finding]:
             started_s = facts.trainer.value("process_start_time_seconds") or 0.0
             is_starting = facts.now.timestamp() - started_s < STARTING.total_seconds()
             yield Finding(
-                title=f"No trainer works on {named([*idle, *facts.unbegun])}",
+                title=f"No trainer works on {list_names([*idle, *facts.unbegun])}",
                 since=since if idle else None,
                 remedy="wait: the trainer has just started, and begins one policy after the other"
                 if is_starting
@@ -338,9 +340,9 @@ def unmatched_feedback(facts: Facts) -> Iterator[Finding]:
     """Find feedback about calls or episodes that were never recorded, so that it scores nothing."""
     feedback = facts.unmatched
     if feedback.statements:
-        target = named([bare(feedback.target or "")])
+        target = list_names([bare(feedback.target or "")])
         yield Finding(
-            title="Feedback is about calls or episodes that never came",
+            title="Feedback is about calls or episodes that were never recorded",
             since=feedback.since,
             figures={"statements": feedback.statements, feedback.kind or "target": target},
             remedy="send the `id` of the reply that the agent got as `response`, or the name that"
@@ -357,8 +359,8 @@ def unanswered_calls(facts: Facts) -> Iterator[Finding]:
     models = Counter[str]()
     for one in kinds:
         models[one.model or "(none named)"] += one.calls
-    known = named([*(policy.name for policy in facts.policies), *facts.unbegun])
-    asked = named(name for name, _ in models.most_common())
+    known = list_names([*(policy.name for policy in facts.policies), *facts.unbegun])
+    asked = list_names(name for name, _ in models.most_common())
     yield Finding(
         title=f"Calls ask for {asked}, and no policy answers that",
         since=min(one.first_at for one in kinds),
@@ -378,7 +380,7 @@ def broken_calls(facts: Facts) -> Iterator[Finding]:
     """Find policies with many calls that break off or get an error, evaluation included."""
     for name in sorted({one.policy for one in facts.calls if one.policy is not None}):
         own = [one for one in facts.calls if one.policy == name]
-        yield from _many_bad_calls(name, own, [one for one in own if one.reason in BROKEN])
+        yield from _many_bad_calls(name, own, [one for one in own if one.reason in BROKEN_REASONS])
 
 
 def untrainable_calls(facts: Facts) -> Iterator[Finding]:
@@ -394,7 +396,7 @@ def untrainable_calls(facts: Facts) -> Iterator[Finding]:
     for name in sorted(answered & trained.keys() or answered):
         recipe = trained[name].recipe if name in trained else None
         imitates = recipe is not None and recipe.imitation_rule is not None
-        expected = {None, *BROKEN, *(IMITATED if imitates else ())}
+        expected = {None, *BROKEN_REASONS, *(IMITATED_REASONS if imitates else ())}
         own = [one for one in kinds if one.policy == name]
         yield from _many_bad_calls(name, own, [one for one in own if one.reason not in expected])
 
@@ -491,7 +493,7 @@ def paused_training(facts: Facts) -> Iterator[Finding]:
     for name, value in facts.trainer.values("pawl_policy_left").items():
         if value and (all_are_shown or name in policies):
             yield Finding(
-                title=f"{name}: the trainer left it after a failure",
+                title=f"{name}: the trainer stopped working on it after a failure",
                 remedy="read why in the trainer's log (policy_left)",
             )
     for reason, remedy in PAUSE_REMEDIES.items():

@@ -25,13 +25,16 @@ CHECKS: Final[tuple[Check, ...]] = (
     *(checks.too_long_contexts, checks.spinning_threads, policy_checks.policy_outlook),
 )
 # Checks of processes, servers and disks, which all tenants share.
-OF_PARTS: Final[tuple[Check, ...]] = (
+PART_CHECKS: Final[tuple[Check, ...]] = (
     *(checks.unusable_files, checks.full_storage, checks.proxy_away, checks.server_away),
     *(checks.trainer_away, checks.no_slot, checks.controller_away, checks.missing_key),
     checks.spinning_threads,
 )
 # Checks whose figures name such parts.
-NAME_PARTS: Final[tuple[Check, ...]] = (checks.database_away, policy_checks.misserved_versions)
+CHECKS_NAMING_PARTS: Final[tuple[Check, ...]] = (
+    checks.database_away,
+    policy_checks.misserved_versions,
+)
 
 
 async def diagnose(
@@ -59,9 +62,11 @@ def findings(facts: Facts, *, of_parts: bool = True) -> list[Finding]:
     if of_parts and (away := list(checks.all_away(facts))):
         return [*checks.unusable_files(facts), *away]
     found = [
-        finding if of_parts or check not in NAME_PARTS else replace(finding, figures=NO_FIGURES)
+        finding
+        if of_parts or check not in CHECKS_NAMING_PARTS
+        else replace(finding, figures=NO_FIGURES)
         for check in CHECKS
-        if of_parts or check not in OF_PARTS
+        if of_parts or check not in PART_CHECKS
         for finding in check(facts)
     ]
     return sorted(found, key=lambda finding: not finding.needs_person)

@@ -12,7 +12,7 @@ NO_REWARD, ALIKE, QUARANTINED = "without a reward", "all alike", "quarantined"
 # Rewarded episodes until a version was first seen to be better than the base model: on the packaged
 # task, and on the slowest of six others (docs/experiments.md, strangers).
 FIRST_SEEN: Final = (250, 1500)
-SHORTEST: Final = timedelta(hours=1)
+SHORTEST_TIME: Final = timedelta(hours=1)
 DAY: Final = timedelta(days=1)
 
 
@@ -46,7 +46,7 @@ class Outlook(Record, frozen=True, kw_only=True):
         return "wait" if most is None else "name each run (docs/howto/rewards.md)"
 
     def __str__(self) -> str:
-        per, length = ("a day", DAY) if self.time >= DAY else ("an hour", SHORTEST)
+        per, length = ("a day", DAY) if self.time >= DAY else ("an hour", SHORTEST_TIME)
         usable, recorded = (
             f"{number * (length / self.time):.0f}" for number in (self.usable, self.recorded)
         )
@@ -83,7 +83,7 @@ def outlook_of(
         ALIKE: alike,
         QUARANTINED: counts.quarantined,
     }
-    time = max(now - counts.first_at, SHORTEST)
+    time = max(now - counts.first_at, SHORTEST_TIME)
     missing = max(0.0, 1 - updates) * rule.episodes_needed
     return Outlook(
         recorded=counts.episodes + counts.quarantined,

@@ -3,12 +3,12 @@
 from typing import Final
 
 from pawl.doctor.checks import (
-    LONGEST,
+    LONGEST_NAME,
     MOST_NAMED,
     PAUSE_REMEDIES,
     Figure,
     Finding,
-    named,
+    list_names,
     of_each_policy,
 )
 from pawl.doctor.facts import Facts, PolicyFacts
@@ -60,7 +60,7 @@ def missing_rewards(facts: Facts, policy: PolicyFacts) -> Finding | None:
         return None
     if lacks and lacks > MOST_UNTRAINED * (lacks + counts.scored):
         lack = max(policy.lacks, key=lambda one: policy.lacks[one])
-        wanted = named(policy.recipe.reward) if policy.recipe is not None else ""
+        wanted = list_names(policy.recipe.reward) if policy.recipe is not None else ""
         return Finding(
             title=f"{policy.name}: {lacks} episodes have feedback and no reward ({lack})",
             since=counts.unscored_since,
@@ -136,7 +136,7 @@ def unreliable_judges(_: Facts, policy: PolicyFacts) -> Finding | None:
         return None
     one = min(untrusted or policy.judges, key=lambda judge: (judge.share or 0.0, judge.source))
     figures: dict[str, Figure] = {"statements": one.statements, "compared": one.compared}
-    judge = f"{policy.name}: the judge {bare(one.source)[:LONGEST]!r}"
+    judge = f"{policy.name}: the judge {bare(one.source)[:LONGEST_NAME]!r}"
     if one.share is None:
         return Finding(
             title=f"{judge} is unmeasured, and its rewards count in full: {one.compared} of"
@@ -247,7 +247,7 @@ def misserved_versions(facts: Facts, policy: PolicyFacts) -> Finding | None:
     if not troubles:
         return None
     return Finding(
-        title=f"{policy.name}: not served as trained: {named(sorted(troubles))}",
+        title=f"{policy.name}: not served as trained: {list_names(sorted(troubles))}",
         since=policy.standing.serving.since if policy.standing is not None else None,
         figures=dict(sorted(troubles.items())[:MOST_NAMED]),
         remedy="start `pawl controller`, which loads it; `pawl policies check` says what is wrong"

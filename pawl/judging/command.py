@@ -40,8 +40,8 @@ from store.tenants import bare, scoped
 if TYPE_CHECKING:
     from pawl.commands.judging import JudgeFlags
 
-ANYWHERE: Final = ("0.0.0.0", "::")
-HERE: Final = ("127.0.0.1", "localhost", "::1", *ANYWHERE)
+ALL_INTERFACES: Final = ("0.0.0.0", "::")
+LOCAL_HOSTS: Final = ("127.0.0.1", "localhost", "::1", *ALL_INTERFACES)
 # The longest source of an opinion that `/feedback` accepts.
 MAX_NAME: Final = 1024
 OUTCOMES: Final = ("judged", "cannot_tell", "failed")
@@ -198,7 +198,7 @@ def is_proxy_url(base_url: str, listen: str) -> bool:
     A URL that reaches the proxy by another host name is not recognised.
     """
     url, (host, port) = urlsplit(base_url), parse_address(listen)
-    same_host = url.hostname == host or (url.hostname in HERE and host in HERE)
+    same_host = url.hostname == host or (url.hostname in LOCAL_HOSTS and host in LOCAL_HOSTS)
     return same_host and (url.port or {"http": 80, "https": 443}.get(url.scheme)) == port
 
 

@@ -10,15 +10,15 @@ import msgspec
 from pawl.judging.answers import Away, JudgeFailed, Statement
 from store.settings import parse_address
 
-TAKEN: Final = (200, 202)
+ACCEPTED_STATUSES: Final = (200, 202)
 # The key was used with another body: the judge's earlier answer about the episode counts.
-STATED_BEFORE: Final = 409
+STATED_BEFORE_STATUS: Final = 409
 # The statements are at fault, not the proxy. Any other status, such as the 401 of a gateway, may be
 # temporary: the statements are kept and posted again.
-REFUSED: Final = (400, 413, 422)
+REFUSED_STATUSES: Final = (400, 413, 422)
 PAUSE_S: Final = 0.5
 ONE_POST_S: Final = 10.0
-SHOWN: Final = 300
+SHOWN_BYTES: Final = 300
 
 
 class FeedbackClient:
@@ -26,7 +26,7 @@ class FeedbackClient:
 
     Attributes:
         trouble: why the last try failed; None if it succeeded.
-        taken: how many posts were accepted.
+        accepted: how many posts were accepted, or had been before.
         matched: how many accepted posts were about an episode that the proxy knew already.
     """
 
@@ -47,7 +47,7 @@ class FeedbackClient:
         self._url = url
         self._patience_s = patience_s
         self.trouble: str | None = None
-        self.taken = 0
+        self.accepted = 0
         self.matched = 0
 
     async def post(self, statements: list[Statement], key: str) -> None:
@@ -76,10 +76,10 @@ class FeedbackClient:
             status, text = await post_once(self._session, self._url, statements, key, self._key)
         except Away as error:
             return str(error)
-        if status in REFUSED:
+        if status in REFUSED_STATUSES:
             raise JudgeFailed(f"/feedback refused the statements: {text}")
-        if status in (*TAKEN, STATED_BEFORE):
-            self.taken += 1
+        if status in (*ACCEPTED_STATUSES, STATED_BEFORE_STATUS):
+            self.accepted += 1
             self.matched += status == 200
             return None
         return f"answered {status}: {text}"
@@ -104,7 +104,7 @@ async def post_once(
             asyncio.timeout(ONE_POST_S),
             session.post(url, data=body, headers=headers) as reply,
         ):
-            return reply.status, (await reply.read())[:SHOWN].decode(errors="replace")
+            return reply.status, (await reply.read())[:SHOWN_BYTES].decode(errors="replace")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise Away(f"does not answer: {error or type(error).__name__}") from error
 

@@ -11,8 +11,8 @@ import msgspec
 from pawl.judging.answers import Away, JudgeError, JudgeFailed
 
 # Errors about one request; any other error status would affect the next request, too.
-OF_THIS_REQUEST: Final = (400, 413, 422)
-SHOWN: Final = 300
+REQUEST_FAULT_STATUSES: Final = (400, 413, 422)
+SHOWN_BYTES: Final = 300
 SHORT_S: Final = 10.0
 THOUGHT_END: Final = "</think>"
 Message = dict[str, str]
@@ -69,8 +69,8 @@ class ModelJudge:
             raise Away(f"{self._url} does not answer: {error}") from error
         if reply.status == 200:
             return body
-        answer = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
-        if reply.status in OF_THIS_REQUEST:
+        answer = f"{reply.status}: {body[:SHOWN_BYTES].decode(errors='replace')}"
+        if reply.status in REQUEST_FAULT_STATUSES:
             raise JudgeFailed(f"the model's server refused the request with {answer}")
         raise Away(f"{self._url} answered {answer}")
 
@@ -159,7 +159,7 @@ def as_score(score: Any, lowest: float = 0.0) -> float:
     """Return a score that a model wrote, from `lowest` to 1.
 
     Raises:
-        JudgeFailed: the score is not such a number.
+        JudgeFailed: the score is no number in that range.
     """
     if isinstance(score, bool) or not isinstance(score, int | float) or not lowest <= score <= 1:
         raise JudgeFailed(

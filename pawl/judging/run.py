@@ -61,7 +61,7 @@ MAX_REASON: Final = 1000
 # A tool's status is posted as a fact, not as an opinion.
 TOOL_STATUS: Final = "tool_status"
 # Most episodes that a look returns, as a multiple of the plan's concurrency.
-AHEAD: Final = 8
+LOOK_AHEAD_FACTOR: Final = 8
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
@@ -173,7 +173,7 @@ class Judging:
                 now=now,
                 quiet_since=now - self._plan.quiet,
                 compared=self._plan.compared,
-                limit=AHEAD * self._plan.concurrency,
+                limit=LOOK_AHEAD_FACTOR * self._plan.concurrency,
             )
         self._looked_s = time.monotonic() - begun
         return waiting

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # `stopped`: before the budget was used up; the same command resumes it.
 Outcome = Literal["better", "worse", "undecided", "stopped"]
 # All statements about a run get the same time.
-AT: Final = datetime.fromtimestamp(0, UTC)
+STATEMENT_TIME: Final = datetime.fromtimestamp(0, UTC)
 # Intervals to draw: with enough tasks, this many to twice as many.
 MOST_LOOKS: Final = 60
 
@@ -236,10 +236,8 @@ class Pairs:
 
     def _outcome(self) -> tuple[Outcome, str]:
         if self.verdict is not None:
-            # The verdict's text calls the old version "the version before".
-            return self.verdict.kind, self.verdict.reason.replace(
-                "the version before", self._job.old
-            )
+            # The verdict's text does not name the old version.
+            return self.verdict.kind, self.verdict.reason.replace("the old version", self._job.old)
         if not self.is_out_of_time and self.tasks < self.planned:
             return "stopped", "it was stopped before its end; the same command resumes it"
         over = "time is over" if self.tasks < self.planned else "every planned task was run"
@@ -280,7 +278,9 @@ def _compared_episode(key: RunKey, ended: Ended, rule: RewardRule) -> ComparedEp
         if isinstance(one.get("value"), str)
     }
     values |= metrics_of(ended.statements)
-    feedback = [Feedback(metric=name, value=value, at=AT) for name, value in values.items()]
+    feedback = [
+        Feedback(metric=name, value=value, at=STATEMENT_TIME) for name, value in values.items()
+    ]
     return ComparedEpisode(
         family=task_family(key.task),
         reward=reward_of(feedback, rule).value if is_done else None,
@@ -295,7 +295,7 @@ async def evaluate(
     within_s: float | None = None,
     show: Callable[[Rollout, Pairs], Coroutine[Any, Any, None]] | None = None,
 ) -> Pairs:
-    """Make the runs missing in the journal until there is a verdict, and return the comparison.
+    """Make the runs missing in the journal until there is a verdict, and return the pairs.
 
     Unfinished runs are given up at the verdict. Without one, the evaluation ends undecided once all
     runs are done, or after `within_s` seconds. `show` runs meanwhile, and is cancelled at the end.

@@ -28,9 +28,10 @@ Reply = Callable[[int | None, dict[str, Any]], None]
 
 
 def main(name: str, mode: str) -> None:
-    """Import `MODULE:FUNCTION`, write a first reply, and answer requests; `mode` `many` or `one`.
+    """Import `MODULE:FUNCTION`, write a first reply, and answer requests.
 
-    The first reply has the reason why the function cannot be imported, or none.
+    In the mode `many`, calls run at the same time; in the mode `one`, one after the other. The
+    first reply has the reason why the function cannot be imported, or none.
     """
     reply, requests = _reply_on_output(), _requests_from_input()
     sys.path.insert(0, os.getcwd())

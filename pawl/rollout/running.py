@@ -175,7 +175,7 @@ class Rollout:
     @property
     def hint(self) -> str | None:
         """Return HINT if the proxy knows none of the episodes, else None."""
-        is_silent = self._feedback.taken >= SILENT and not self._feedback.matched
+        is_silent = self._feedback.accepted >= SILENT and not self._feedback.matched
         return HINT if is_silent and self.figures.runs else None
 
     def stop(self) -> None:

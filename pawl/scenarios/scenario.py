@@ -95,7 +95,7 @@ class Scenario(ScenarioKeys):
         return "" if self.policies else self.model
 
 
-FILE: Final = TomlFile(ScenarioKeys, error=ScenarioFailed)
+SCENARIO_FILE: Final = TomlFile(ScenarioKeys, error=ScenarioFailed)
 
 
 def parse_scenario(text: str, folder: Path) -> Scenario:
@@ -104,7 +104,7 @@ def parse_scenario(text: str, folder: Path) -> Scenario:
     Raises:
         ScenarioFailed: the text is not TOML, or a key is wrong; the message names the key.
     """
-    keys = FILE.parse(text, str(folder / FILE_NAME))
+    keys = SCENARIO_FILE.parse(text, str(folder / FILE_NAME))
     return Scenario(name=folder.name, folder=folder, **keys.model_dump())
 
 

@@ -121,7 +121,7 @@ _UNMATCHED: Final = text(
 
 
 class UnmatchedFeedback(Record, frozen=True, kw_only=True):
-    """Feedback about targets that never came: how many `statements`, and the newest's target."""
+    """Feedback about unrecorded targets: how many `statements`, and the newest's target."""
 
     statements: int = 0
     since: datetime | None = None
@@ -210,7 +210,7 @@ async def newest_calls(
 async def unmatched_feedback(
     connection: AsyncConnection, tenant: str | None = None
 ) -> UnmatchedFeedback:
-    """Count feedback of the last `WINDOW`, older than `ENDED_AFTER`, whose target never came."""
+    """Count feedback of the last `WINDOW`, older than `ENDED_AFTER`, about unrecorded targets."""
     values = {"tenant": tenant, "window": WINDOW, "over": ENDED_AFTER}
     return UnmatchedFeedback(**(await connection.execute(_UNMATCHED, values)).one()._mapping)
 

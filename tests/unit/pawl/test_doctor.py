@@ -308,7 +308,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
                     statements=3, since=HOUR, kind="episode", target="run-7"
                 )
             ),
-            "Feedback is about calls or episodes that never came",
+            "Feedback is about calls or episodes that were never recorded",
             "`id` of the reply",
             True,
         ),
@@ -338,7 +338,7 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
         ),
         (
             facts(trainer=trainer(sample("pawl_policy_left", 1.0, policy="m"))),
-            "m: the trainer left it",
+            "m: the trainer stopped working on it",
             "trainer's log",
             True,
         ),

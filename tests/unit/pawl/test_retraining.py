@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pawl.commands.policies import app
-from pawl.operator_moves import FIELDS, BadQuery, describe_retrained, read_query
+from pawl.operator_moves import QUERY_FIELDS, BadQuery, describe_retrained, read_query
 from store.retraining import Retrained
 from store.selecting import Selection
 
@@ -69,7 +69,9 @@ def test_help_of_retrain_names_all_query_conditions() -> None:
     policies = typer.main.get_group(app)
     [option] = [one for one in policies.commands["retrain"].params if one.name == "without"]
     _, _, conditions = str(getattr(option, "help", "")).partition("FIELD=VALUE,...: ")
-    assert conditions.partition(".")[0].split(", ") == [one for one in FIELDS if one != "episode"]
+    assert conditions.partition(".")[0].split(", ") == [
+        one for one in QUERY_FIELDS if one != "episode"
+    ]
 
 
 def test_result_names_the_serving_version_and_freed_episodes() -> None:

@@ -70,7 +70,7 @@ async def test_slow_decision_about_a_policy_is_logged_and_delays_no_other_policy
     await loaded(engine, 0)
     with capture_logs() as logs, monkeypatch.context() as patched:
         patched.setattr(gate, "read_gated_policy", where_a(hang))
-        patched.setattr(gate, "LOOK_S", 5.0)
+        patched.setattr(gate, "LOOK_LIMIT_S", 5.0)
         await judge.look(engine)
     assert (await states(engine))[1] == "canary"
     [error] = [one for one in logs if one["log_level"] == "error"]
@@ -140,7 +140,7 @@ async def test_long_read_of_evidence_is_split_over_several_rounds_of_the_control
         await serves(engine, 2, 0)
         await live(engine, {("control", 0): GOOD, ("serving", 2): BAD})
     monkeypatch.setattr(evidence, "READ_S", 0.0)
-    monkeypatch.setattr(evidence, "LONGEST", timedelta(minutes=10))
+    monkeypatch.setattr(evidence, "LONGEST_SPAN", timedelta(minutes=10))
     monkeypatch.setattr(evidence, "LONGEST_PAST", timedelta(minutes=10))
     monkeypatch.setattr(evidence, "arm_episodes", counted)
     version, looks, most = (1 if compared == "trial" else 2), 0, 0

@@ -103,7 +103,7 @@ async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rejected", 3: "written"}
     [lost] = [line for line in await events_of(engine, "m") if line.to_state == "rolled_back"]
-    assert lost.reason == "scores lower than the version before"
+    assert lost.reason == "scores lower than the old version"
     assert isinstance(lost.evidence, dict)
     assert lost.evidence["verdict"] == "worse"
 
@@ -281,7 +281,7 @@ async def test_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
     last = await last_event(engine)
-    assert last.reason.startswith("more failed requests than the version before: 5")
+    assert last.reason.startswith("more failed requests than the old version: 5")
     # All are counted, in both arms alike.
     figures = last.evidence["figures"]
     assert figures["new"]["episodes"] == figures["old"]["episodes"]

@@ -65,7 +65,7 @@ async def test_reward_drop_rolls_back_every_version_since_the_control(
     events: Any = [line for line in await events_of(engine, "m") if line.actor == "controller"]
     assert sorted(line.version for line in events) == ["m@0", "m@1", "m@2", "m@3", "m@4"]
     [lost] = [line for line in events if line.version == "m@3"]
-    assert lost.reason == "scores lower than the version before"
+    assert lost.reason == "scores lower than the old version"
     figures = lost.evidence["figures"]
     assert figures["worse"] >= figures["worse_needed"]
     assert (figures["new"]["mean"], figures["old"]["mean"]) == pytest.approx((0.05, 0.95))

@@ -24,11 +24,11 @@ def test_episode_filter_is_read_back_from_its_url_query() -> None:
         until=datetime(2026, 11, 27, tzinfo=UTC),
         text='"ümläut" <b>',
     )
-    assert Filter.of(dict(parse_qsl(urlencode(chosen.query())))) == chosen
-    assert Filter.of(chosen.query(policy=None, low=None, state="open")) == Filter.of(
-        chosen.query() | {"policy": "", "low": " ", "state": "open"}
-    )
-    assert Filter.of({"before": "x", "policy": " "}) == Filter()
+    assert Filter.from_parameters(dict(parse_qsl(urlencode(chosen.query())))) == chosen
+    assert Filter.from_parameters(
+        chosen.query(policy=None, low=None, state="open")
+    ) == Filter.from_parameters(chosen.query() | {"policy": "", "low": " ", "state": "open"})
+    assert Filter.from_parameters({"before": "x", "policy": " "}) == Filter()
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,11 @@ def test_unusable_field_of_an_episode_filter_is_refused_with_the_remedy(
     given: dict[str, str], said: str
 ) -> None:
     with pytest.raises(Refusal) as refused:
-        Filter.of(given)
+        Filter.from_parameters(given)
     assert (refused.value.status_code, refused.value.detail[: len(said)]) == (400, said)
 
 
 def test_filter_time_without_a_zone_is_utc() -> None:
-    assert Filter.of({"since": "2026-11-26T12:00"}).since == datetime(2026, 11, 26, 12, tzinfo=UTC)
+    assert Filter.from_parameters({"since": "2026-11-26T12:00"}).since == datetime(
+        2026, 11, 26, 12, tzinfo=UTC
+    )

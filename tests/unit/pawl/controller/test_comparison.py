@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from pawl.controller.comparison import (
-    INFORMATION,
     LEAST_SHARE,
     MOST_SHARE,
+    TRIAL_INFORMATION,
     ComparedEpisode,
     Comparison,
     canary_share,
@@ -304,7 +304,7 @@ def test_canarys_share_suffices_for_a_decision_in_time() -> None:
     share = canary_share(100.0, RULE)
     episodes = 100.0 * (RULE.decide_within_h - RULE.reward_delay_s / 3600)
     assert LEAST_SHARE < share < MOST_SHARE
-    assert episodes * share * (1 - share) == pytest.approx(INFORMATION)
+    assert episodes * share * (1 - share) == pytest.approx(TRIAL_INFORMATION)
 
 
 def test_nan_reward_counts_as_unscored() -> None:
