@@ -167,9 +167,7 @@ async def test_lora_rank_that_the_model_server_refuses_ends_the_trainer_before_i
     assert trainer.returncode == 2
     assert "--max-lora-rank" in scenario.log.read_text()
     assert await scenario.consumed() == 0
-    scenario.write_recipe(rank=MAX_RANK)
-    async with scenario.trainer():
-        await eventually(scenario.serves_an_update, within_s=120)
+    assert not await scenario.serves_an_update()
 
 
 async def test_trainer_without_free_memory_waits_for_room(
