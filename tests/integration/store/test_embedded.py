@@ -25,11 +25,11 @@ from store import embedded
 from store.database import is_unavailable
 from store.embedded import EmbeddedPostgres
 from store.errors import StoreError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, copy_cluster
 from tests.integration.conftest import settings_for
 from tests.support.waiting import eventually, until_true
 
-AT_ONCE = 6
+AT_ONCE = 4
 # Asks for the server, uses it until a line comes, and ends as a command does.
 USER = """
 import asyncio, sys
@@ -119,9 +119,16 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def postgres(folder: Path) -> Iterator[EmbeddedPostgres]:
+def made(folder: Path, migrated_cluster: Path) -> Path:
+    """A data directory whose database was made by an earlier start."""
+    copy_cluster(migrated_cluster, folder)
+    return folder
+
+
+@pytest.fixture
+def postgres(made: Path) -> Iterator[EmbeddedPostgres]:
     """The server, owned by this process."""
-    server = EmbeddedPostgres(folder)
+    server = EmbeddedPostgres(made)
     server.ensure_running()
     yield server
     server.stop()
@@ -157,8 +164,8 @@ def test_commands_that_start_at_once_share_an_embedded_postgres(
     assert EmbeddedPostgres(folder).pid is None
 
 
-def test_reading_command_makes_no_database_and_names_the_running_stack(folder: Path) -> None:
-    server, empty = EmbeddedPostgres(folder), folder / "other"
+def test_reading_command_makes_no_database_and_names_the_running_stack(made: Path) -> None:
+    server, empty = EmbeddedPostgres(made), made / "other"
     with pytest.raises(StoreError, match=f"no database in {empty}"):
         EmbeddedPostgres(empty).check_initialised()
     try:
@@ -169,20 +176,20 @@ def test_reading_command_makes_no_database_and_names_the_running_stack(folder: P
         environment = {name: os.environ[name] for name in ("PATH",)}
         environment |= {"PAWL_DATA_DIR": str(empty), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+            command, env=environment, cwd=made, capture_output=True, text=True, check=False
         )
         assert done.returncode == 2
         assert f"no database in {empty}; the running stack's is in " in done.stderr
-        assert str(folder) in done.stderr
+        assert str(made) in done.stderr
         assert not empty.exists()
     finally:
         server.stop()
 
 
 async def test_postgres_ends_with_its_owner_process_and_the_next_user_starts_it_again(
-    folder: Path,
+    made: Path,
 ) -> None:
-    owner, guest = EmbeddedPostgres(folder), EmbeddedPostgres(folder)
+    owner, guest = EmbeddedPostgres(made), EmbeddedPostgres(made)
     url = owner.ensure_running()
     assert guest.ensure_running() == url
     guest.stop()
@@ -203,22 +210,22 @@ async def test_postgres_ends_with_its_owner_process_and_the_next_user_starts_it_
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_postgres_process_is_left_after_the_owner_process_ends(
-    folder: Path, number: signal.Signals
+    made: Path, number: signal.Signals
 ) -> None:
-    owner = user(folder)
+    owner = user(made)
     await_up(owner)
     owner.send_signal(number)
     owner.communicate(timeout=60)
-    until_true(lambda: not processes_of(folder))
+    until_true(lambda: not processes_of(made))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_hung_postgres_is_stopped_hard_after_its_owner_process_was_killed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded, "SERVE", embedded.SERVE.replace("seq 30", "seq 2"))
     monkeypatch.setattr(embedded, "STOP_S", 1)
-    postgres = EmbeddedPostgres(folder)
+    postgres = EmbeddedPostgres(made)
     postgres.ensure_running()
     assert postgres.pid is not None
     server = psutil.Process(postgres.pid)
@@ -227,23 +234,23 @@ def test_hung_postgres_is_stopped_hard_after_its_owner_process_was_killed(
     checkpointer.suspend()
     with pytest.raises(StoreError, match="did not stop in time"):
         postgres.stop()
-    until_true(lambda: not processes_of(folder))
+    until_true(lambda: not processes_of(made))
 
 
 def test_postgres_with_killed_owner_and_guard_process_is_replaced_by_the_next_user(
-    folder: Path,
+    made: Path,
 ) -> None:
-    owner = user(folder)
+    owner = user(made)
     await_up(owner)
-    left = EmbeddedPostgres(folder).pid
-    for process in processes_of(folder):
+    left = EmbeddedPostgres(made).pid
+    for process in processes_of(made):
         with suppress(psutil.Error):
             if process.name() == "sh":
                 process.kill()
     owner.kill()
     owner.communicate()
-    assert EmbeddedPostgres(folder).pid == left
-    postgres = EmbeddedPostgres(folder)
+    assert EmbeddedPostgres(made).pid == left
+    postgres = EmbeddedPostgres(made)
     postgres.ensure_running()
     assert postgres.pid != left
     postgres.stop()
@@ -272,21 +279,21 @@ def unreaped() -> Iterator[int]:
 
 @pytest.mark.parametrize("is_recycled", [True, False])
 def test_killed_postgres_is_started_again_though_its_process_id_is_taken(
-    folder: Path, unreaped: int, is_recycled: bool
+    made: Path, unreaped: int, is_recycled: bool
 ) -> None:
     """Its id is that of another process, or of a killed server that nobody reaps."""
     taken = os.getpid() if is_recycled else unreaped
-    first = EmbeddedPostgres(folder)
+    first = EmbeddedPostgres(made)
     first.ensure_running()
     kill(first.pid)
     first.stop()
     for name in ("postmaster.pid", ".s.PGSQL.5432.lock"):
-        file = folder / "postgres" / name
+        file = made / "postgres" / name
         lines = file.read_text().splitlines()
         lines[0] = str(taken)
         file.write_text("\n".join(lines) + "\n")
-    (folder / "postgres.owner").write_text(f"{taken}\n")
-    postgres = EmbeddedPostgres(folder)
+    (made / "postgres.owner").write_text(f"{taken}\n")
+    postgres = EmbeddedPostgres(made)
     assert postgres.pid is None
     postgres.ensure_running()
     assert postgres.pid not in (None, taken)
@@ -410,10 +417,10 @@ async def test_postgres_starts_in_a_folder_too_long_for_a_socket_path(folder: Pa
     postgres.stop()
 
 
-async def test_stacks_postgres_is_stopped_at_any_moment_of_its_watch(folder: Path) -> None:
+async def test_stacks_postgres_is_stopped_at_any_moment_of_its_watch(made: Path) -> None:
     """At any moment of a look, also one that starts the server again."""
     for round_ in range(6):
-        async with keep_postgres_running(folder) as postgres:
+        async with keep_postgres_running(made) as postgres:
             assert postgres.pid is not None
             connection = await asyncpg.connect(postgres.url)
             assert await connection.fetchval("SELECT 1") == 1
