@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import pytest_asyncio
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from benchmarks.stack import TOOL_PARSER, small_plan
-from pawl.stack.stack import Stack, running_stack
+from benchmarks.stack import small_plan
+from pawl.stack import stack as stacks
+from pawl.stack.process import Process
+from pawl.stack.stack import SERVING, Stack, StackPlan, running_stack
+from store.database import make_engine
 from store.read.episodes import read_episodes
 from store.records import Episode
 from store.schema.tables import episodes
 from tests.support.shallow import write_shallow
-from tests.support.training import recipe
-from trainer.learners.learner import Learner
+from trainer.updates.versions import begin_policy
 
 ShowNats = Callable[[Mapping[str, float]], None]
 Running = AbstractAsyncContextManager[Stack]
@@ -68,20 +70,36 @@ def shallow_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str
     return str(write_shallow(Path(model_dir), tmp_path_factory.mktemp("shallow"), LAYERS))
 
 
-def stack_of(model: str, folder: Path, *, tool_parser: str = TOOL_PARSER) -> Running:
+def stack_of(model: str, folder: Path) -> Running:
     """Return a stack to be entered, with a recipe whose updates are small."""
     recipe = folder / "small.toml"
     recipe.write_text(RECIPE)
-    return running_stack(small_plan(folder, model, POLICY, str(recipe), tool_parser=tool_parser))
+    return running_stack(small_plan(folder, model, POLICY, str(recipe)))
 
 
-@pytest.fixture(scope="module")
-def learner(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
-    """Load the packaged model once, for what a server's log-probabilities are compared with.
+@asynccontextmanager
+async def serving_stack(
+    plan: StackPlan, *others: str, base: str | None = None
+) -> AsyncIterator[Stack]:
+    """Run a stack's vLLM, proxy and these others alone, where nothing is trained.
 
-    It stands at whatever version the test before left it at: each restores the one it asks about.
+    A trainer computes for as long as many tests before it is ready. `base` is the name of the
+    policy's base model, if a file of policies says it.
     """
-    return Learner(model_dir, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
+    make = stacks._make_processes
+
+    def needed(plan: StackPlan, database_url: str) -> list[Process]:
+        return [one for one in make(plan, database_url) if one.name in {*SERVING, *others}]
+
+    async with AsyncExitStack() as exits:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stacks, "_make_processes", needed)
+            stack = await exits.enter_async_context(running_stack(plan))
+        engine = make_engine(stack.database_url)
+        # As a trainer does when it starts.
+        await begin_policy(engine, plan.vllm.served_name, base, None)
+        await engine.dispose()
+        yield stack
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from store.values.sampling import distribution_of
 from store.version_queries import list_versions
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.waiting import eventually
-from trainer.batches import LAYOUTS, Row
+from trainer.batches import Layout, Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
 
@@ -89,8 +89,12 @@ def trainers_differences(
     learner: Learner,
     calls: dict[str, list[TransitionRow]],
     folders: dict[int, str | None],
+    layouts: Sequence[Layout] = ("tree",),
 ) -> dict[str, float]:
-    """The mean difference a token for each kind of sampling, by each layout of the rows."""
+    """The mean difference a token for each kind of sampling, by each of the rows' layouts.
+
+    That the layouts agree with each other is shown in `tests/integration/trainer/learners`.
+    """
     by_version: dict[int, list[tuple[str, Row]]] = {}
     for name, own in calls.items():
         for number, call in enumerate(own):
@@ -103,7 +107,7 @@ def trainers_differences(
         # All at once: calls of the same prompt share its computation, where the layout allows.
         batch = learner._base.prepare_rows([row for _, row in named])
         lengths = [len(row.sampled_logprobs) for row in batch]
-        for layout in LAYOUTS:
+        for layout in layouts:
             with torch.no_grad():
                 scores = score_rows(learner._model, batch, layout=layout).logprobs
             for (name, _), row, own in zip(named, batch, scores.split(lengths), strict=True):
@@ -121,22 +125,24 @@ def recomputed_differences(
 
     Of two calls that are sampled alike, the first has no log-probabilities, and the other has.
     """
-    greatest = {}
+    greatest = dict.fromkeys(pairs, 0.0)
+    by_version: dict[int, list[tuple[str, Row, TransitionRow]]] = {}
     for name, own in pairs.items():
-        [version] = {call.policy_version or 0 for pair in own for call in pair}
+        for call, twin in own:
+            made = by_version.setdefault(call.policy_version or 0, [])
+            silent = msgspec.structs.replace(row_of(call), position=len(made), recomputed=True)
+            made.append((name, silent, twin))
+            assert twin.policy_version == call.policy_version
+    for version, made in by_version.items():
         path = folders[version]
-        silent = [
-            msgspec.structs.replace(row_of(call), position=number, recomputed=True)
-            for number, (call, _) in enumerate(own)
-        ]
-        found = learner.version_logprobs(None if path is None else Path(path), silent)
-        told = [unpack_logprobs(twin.tokens.sampled_logprobs) for _, twin in own]
-        differences = [
-            abs(a - b)
-            for ours, theirs in zip(found, told, strict=True)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-        greatest[name] = max(differences)
+        # All at once, as calls of the same prompt share its computation.
+        found = learner.version_logprobs(
+            None if path is None else Path(path), [silent for _, silent, _ in made]
+        )
+        for (name, _, twin), ours in zip(made, found, strict=True):
+            theirs = unpack_logprobs(twin.tokens.sampled_logprobs)
+            worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+            greatest[name] = max(greatest[name], worst)
     return greatest
 
 

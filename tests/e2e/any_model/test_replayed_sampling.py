@@ -121,7 +121,7 @@ async def test_every_setting_and_grammar_is_replayed_to_a_thousandth_of_a_nat(
     await asyncio.gather(*(ask(stack, name, int(key[-1])) for key, name in wanted.items()))
     calls, folders = await recorded_calls(stack, wanted)
     assert {call.reason for own in calls.values() for call in own} == {None}
-    means = trainers_differences(learner, calls, folders)
+    means = trainers_differences(learner, calls, folders, ("tree", "whole"))
     show_nats(means)
     assert max(means.values()) <= 1e-3, means
 

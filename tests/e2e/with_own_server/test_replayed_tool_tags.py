@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from benchmarks.stack import small_plan
 from pawl.stack.stack import Stack
 from store.records import TransitionRow
-from tests.e2e.conftest import POLICY, ShowNats, stack_of
+from tests.e2e.conftest import POLICY, ShowNats, serving_stack
 from tests.e2e.replaying import (
     ALL,
     assert_alike,
@@ -22,6 +23,7 @@ from tests.e2e.replaying import (
     row_of,
     trainers_differences,
 )
+from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE_GRAMMAR
 
@@ -88,10 +90,17 @@ CARD = {"top_p": 0.95, "top_k": 20, "presence_penalty": 0.3}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def hermes(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """A stack whose model server reads Hermes' syntax, as `pawl up` starts it."""
+    """A model server that reads Hermes' syntax, as `pawl up` starts it, behind a proxy."""
     folder = tmp_path_factory.mktemp("hermes")
-    async with stack_of(model_dir, folder, tool_parser="hermes") as running:
+    plan = small_plan(folder, model_dir, POLICY, "default", tool_parser="hermes")
+    async with serving_stack(plan) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def learner(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    """Load the model once, for what the server's log-probabilities are compared with."""
+    return Learner(model_dir, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
 
 
 async def ask(stack: Stack, name: str, seed: int) -> None:
