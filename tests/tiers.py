@@ -7,7 +7,6 @@ from typing import Final
 SLOW: Final = (
     "tests/e2e/any_model",
     "tests/e2e/whole_model",
-    "tests/e2e/with_own_server/test_gate.py",
     "tests/e2e/with_own_server/test_mixture.py",
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
     "tests/e2e/with_own_server/test_scenario.py",

@@ -22,12 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.stack import small_plan
 from pawl.controller.comparison import Comparison
 from pawl.controller.evidence import PROXIES_KNOW_AFTER, STORED_AFTER, Evidence
-from pawl.stack.stack import Stack, running_stack
+from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.read.gates import GatedPolicy, read_gated_policy
 from store.records import Arm
 from store.version_queries import list_events, list_versions
 from store.versions import PolicyEvent
+from tests.e2e.asking import direct
+from tests.e2e.conftest import serving_stack
 from tests.support.controller.one_word import PROMPT, THINGS, word
 from tests.support.training import write_adapter
 from tests.support.waiting import awaited, until
@@ -102,20 +104,29 @@ def adapters(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Run a whole stack whose trainer is down."""
+async def gate(
+    stack: Stack, shallow_dir: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    """Another proxy and controller before the stack's vLLM, with their own database."""
     folder = tmp_path_factory.mktemp("gate")
-    recipe, tasks = folder / "recipe.toml", folder / "tasks.jsonl"
+    recipe, policies, tasks = (
+        folder / name for name in ("recipe.toml", "policies.toml", "tasks.jsonl")
+    )
     plan = small_plan(folder, shallow_dir, POLICY, str(recipe))
-    plan = msgspec.structs.replace(plan, vllm=msgspec.structs.replace(plan.vllm, max_model_len=256))
     asked = [
         {"id": f"nice-{number}", "thing": THINGS[number % len(THINGS)], "right": RIGHT}
         for number in range(TASKS)
     ]
     tasks.write_text("\n".join(map(json.dumps, asked)))
     recipe.write_text(RECIPE.format(tasks=tasks, listen=plan.listen))
-    async with running_stack(plan) as running:
-        await running.stop_training()
+    base = stack.plan.vllm.served_name
+    policies.write_text(f'[[policy]]\nname = "{POLICY}"\nbase = "{base}"\n')
+    plan = msgspec.structs.replace(
+        plan,
+        upstream_url=direct(stack),
+        settings={**plan.settings, "PAWL_POLICIES": str(policies)},
+    )
+    async with serving_stack(plan, "controller", base=base) as running:
         yield running
 
 
@@ -130,10 +141,11 @@ class World:
         plan = stack.plan
         self._settings = TrainerSettings.model_validate(
             {
-                "upstream_url": f"http://127.0.0.1:{plan.vllm.port}/v1",
+                "upstream_url": plan.upstream_url,
                 "adapter_dir": plan.settings["PAWL_ADAPTER_DIR"],
                 "recipe": plan.settings["PAWL_RECIPE"],
                 "model": plan.settings["PAWL_MODEL"],
+                "policies": plan.settings["PAWL_POLICIES"],
                 "policy": POLICY,
             }
         )
@@ -197,10 +209,10 @@ class World:
 
 
 async def test_bad_adapters_never_serve_and_good_adapter_serves_until_it_turns_bad(
-    stack: Stack, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    gate: Stack, adapters: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = make_engine(stack.database_url)
-    world, told = World(stack, engine), list[str]()
+    engine = make_engine(gate.database_url)
+    world, told = World(gate, engine), list[str]()
     for kind, state in (("good", "serving"), ("random", "rejected"), ("inverted", "rejected")):
         version = await world.imports(adapters[kind])
         event = await world.event(version, "serving", "rejected", "retired")
