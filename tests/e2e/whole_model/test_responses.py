@@ -1,17 +1,12 @@
-"""Responses on a real vLLM: exact ids, and log-probabilities from the version that sampled."""
+"""Responses on a real vLLM: ids that are exact."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
-import msgspec
 import pytest
 
 from pawl.stack.stack import Stack
-from store.database import make_engine
 from store.ids import new_id
-from store.values.packing import unpack_ids, unpack_logprobs
-from store.version_queries import list_versions
+from store.values.packing import unpack_ids
 from tests.e2e.asking import (
     CHAT_QUESTION,
     CHAT_TOOL,
@@ -24,8 +19,6 @@ from tests.e2e.asking import (
     served,
 )
 from tests.e2e.conftest import POLICY
-from tests.support.training import rows
-from trainer.learners.learner import Learner
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -92,37 +85,3 @@ async def test_response_with_only_a_tool_call_is_trainable(stack: Stack, stream:
     # The token that ended the reply among them.
     assert ids == wanted["choices"][0]["token_ids"]
     assert unpack_ids(call.tokens.prompt_ids) == wanted["prompt_token_ids"]
-
-
-async def test_sampling_version_reproduces_the_servers_log_probabilities(
-    stack: Stack, learner: Learner
-) -> None:
-    """Of a whole text, which has them all: equal to 1e-3 in float32."""
-    sampled, told, versions = [], [], []
-    for number, question in enumerate(("Count to ten", "What is 12 * 34?", "Say héllo")):
-        body = {"model": POLICY, "input": question, "temperature": 1.0, "max_output_tokens": 24}
-        body["seed"] = number
-        _, headers = await post(f"{stack.base_url}/responses", body)
-        [call] = await recorded(stack, headers["x-pawl-episode"])
-        assert call.trainable
-        # Another test may have published versions on this stack by now.
-        versions.append(call.policy_version or 0)
-        told.append(unpack_logprobs(call.tokens.sampled_logprobs))
-        sampled.append(
-            msgspec.structs.replace(
-                rows()[0],
-                episode_id=UUID(int=number),
-                prompt_ids=tuple(unpack_ids(call.tokens.prompt_ids)),
-                sampled_ids=tuple(unpack_ids(call.tokens.sampled_ids)),
-                sampled_logprobs=(),
-                recomputed=True,
-            )
-        )
-    engine = make_engine(stack.database_url)
-    async with engine.connect() as connection:
-        folders = {v.version: v.adapter_path for v in await list_versions(connection, POLICY)}
-    await engine.dispose()
-    for row, version, theirs in zip(sampled, versions, told, strict=True):
-        path = folders[version]
-        [ours] = learner.version_logprobs(None if path is None else Path(path), [row])
-        assert ours == pytest.approx(theirs, abs=1e-3)

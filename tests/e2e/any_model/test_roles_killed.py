@@ -1,11 +1,12 @@
 """The loop on real parts is not to be stopped by kill -9, and trains on the tokens sampled.
 
-By its name it comes after the tests that any version shows, and before those of responses, which
-ask about a version that it made: a model with an adapter takes twice as long.
+By its name it comes after the tests that any version shows: a model with an adapter takes twice as
+long.
 """
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from sqlalchemy import text
 
 from pawl.rollout.tasks import Task
 from pawl.scenarios.agent import WorkingAgent
-from pawl.scenarios.scenario import find_scenario, make_tasks
+from pawl.scenarios.scenario import EXAMPLES, Scenario, find_scenario, make_tasks
 from pawl.stack.stack import Stack
 from store import claims
 from store.database import make_engine
@@ -33,6 +34,23 @@ from trainer.publishing.model_server import ModelServer
 OWN_CONSUMED = text(
     "SELECT count(*) FROM consumptions JOIN episodes ON episodes.id = episode_id WHERE task_named"
 )
+# Of a model that says nothing sensible, every second answer is right.
+JUDGE = """
+import json
+
+def verdict(run):
+    response = json.loads(run["output"])["response_id"]
+    return [{"metric": "reward", "value": int(response[-1], 16) % 2}]
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Scenario:
+    """Copy the calculator's agent and tasks, with a judge that any model pleases."""
+    folder = tmp_path / "examples" / POLICY
+    shutil.copytree(EXAMPLES / POLICY, folder)
+    (folder / "judge.py").write_text(JUDGE)
+    return find_scenario(POLICY, folder.parent)
 
 
 class Worker:
@@ -91,9 +109,8 @@ class Worker:
 
 
 async def test_serving_and_training_survive_kill_9_of_proxy_trainer_and_postgres(
-    stack: Stack, tmp_path: Path
+    stack: Stack, scenario: Scenario, tmp_path: Path
 ) -> None:
-    scenario = find_scenario(POLICY)
     questions = await make_tasks(scenario, 16, 3, "train", tmp_path)
     agent = WorkingAgent(scenario, stack.url, tmp_path)
     worker = Worker(stack, agent, questions)
