@@ -1,6 +1,7 @@
 """Set up a policy of a tiny model, and an adapter of it that was trained elsewhere."""
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter
+from trainer import importing
 from trainer.importing import import_adapter
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
@@ -51,10 +53,12 @@ WEIGHTS = "adapter_model.safetensors"
 class Bench:
     """Hold a policy `m` of the tiny model, and an adapter of it that somebody else trained."""
 
-    def __init__(self, engine: AsyncEngine, folder: Path, model: str, url: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, folder: Path, model: str, adapter: Path, url: str
+    ) -> None:
         self.engine = engine
         self.model = model
-        self.adapter = write_adapter(model, folder / "sft")
+        self.adapter = shutil.copytree(adapter, folder / "sft")
         (folder / "recipe.toml").write_text(RECIPE)
         self.adapters = folder / "adapters"
         values = {"upstream_url": url, "adapter_dir": self.adapters, "policy": "not this one"}
@@ -111,10 +115,28 @@ class Bench:
         return load_file(self.version(number) / WEIGHTS)
 
 
+@pytest.fixture(scope="module")
+def adapter(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tiny_model, tmp_path_factory.mktemp("adapter") / "sft")
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    """An import gives it a new adapter; loading the base model is what takes time."""
+    folder = tmp_path_factory.mktemp("learner")
+    (folder / "recipe.toml").write_text(RECIPE)
+    recipe = load_recipe(str(folder / "recipe.toml"))
+    return Learner(tiny_model, recipe, seed=0, scratch=folder)
+
+
 @pytest.fixture
-async def bench(engine: AsyncEngine, tmp_path: Path, tiny_model: str) -> AsyncIterator[Bench]:
-    async with computing_server("m", tiny_model) as url:
-        yield Bench(engine, tmp_path, tiny_model, url)
+async def bench(
+    engine: AsyncEngine, tmp_path: Path, tiny_model: str, adapter: Path, learner: Learner
+) -> AsyncIterator[Bench]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importing, "Learner", lambda *_: learner)
+        async with computing_server("m", tiny_model) as url:
+            yield Bench(engine, tmp_path, tiny_model, adapter, url)
 
 
 def with_config(**changes: Any) -> Callable[[Path, str], None]:

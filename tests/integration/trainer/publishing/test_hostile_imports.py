@@ -12,13 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.trainer.importing import RECIPE, WEIGHTS, Bench, bench, with_config
-from trainer import importing
+from tests.support.trainer.importing import WEIGHTS, Bench, adapter, bench, learner, with_config
 from trainer.errors import TrainerError
-from trainer.learners.learner import Learner
-from trainer.recipes.recipe import load_recipe
 
-__all__ = ["bench"]
+__all__ = ["adapter", "bench", "learner"]
 
 CONFIG = "adapter_config.json"
 HUGE = 10**400
@@ -74,21 +71,6 @@ def instead_of(name: str, make: Callable[[Path], object]) -> Change:
 def one_tensor(dtype: str, shape: list[int], end: int) -> Change:
     about = {"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}}
     return weights_bytes(json.dumps(about).encode(), bytes(min(end, 64)))
-
-
-@pytest.fixture(scope="module")
-def learner(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
-    """A learner of the bench's recipe; an import gives it a new adapter, or leaves it its own."""
-    folder = tmp_path_factory.mktemp("learner")
-    (folder / "recipe.toml").write_text(RECIPE)
-    recipe = load_recipe(str(folder / "recipe.toml"))
-    return Learner(tiny_model, recipe, seed=0, scratch=folder)
-
-
-@pytest.fixture(autouse=True)
-def _one_learner(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all imports of this file have the same: the base model is what takes time to load."""
-    monkeypatch.setattr(importing, "Learner", lambda *_: learner)
 
 
 NUMBERS: tuple[Any, ...] = ("4", None, [4], {"a": 4}, -1, 0, 2.5, True, HUGE, 1e308)

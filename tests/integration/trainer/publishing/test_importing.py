@@ -15,7 +15,7 @@ from store.schema.tables import updates
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.totals import totals
 from tests.support.servers.fake_server import fake_model_server
-from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, bench
+from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, adapter, bench, learner
 from tests.support.training import write_adapter
 from trainer.errors import AdapterError, PublishError
 from trainer.publishing import adapters
@@ -23,7 +23,7 @@ from trainer.publishing.adapters import read_base_hash
 from trainer.publishing.model_server import ModelServer
 from trainer.publishing.publisher import Publisher
 
-__all__ = ["bench"]
+__all__ = ["adapter", "bench", "learner"]
 
 
 async def test_imported_adapter_is_served_and_recorded_like_a_trained_version(bench: Bench) -> None:

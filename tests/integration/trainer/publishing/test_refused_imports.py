@@ -11,13 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from store import claims, version_states
-from tests.support.trainer.importing import NOWHERE, WEIGHTS, Bench, bench, with_config
+from tests.support.trainer.importing import (
+    NOWHERE,
+    WEIGHTS,
+    Bench,
+    adapter,
+    bench,
+    learner,
+    with_config,
+)
 from tests.support.training import write_adapter, write_tiny_model
 from trainer.errors import AdapterError, TrainerError
 from trainer.importing import import_adapter
 from trainer.publishing.adapters import export_adapter
 
-__all__ = ["bench"]
+__all__ = ["adapter", "bench", "learner"]
 
 
 async def test_import_without_a_known_base_model_is_refused(bench: Bench) -> None:
