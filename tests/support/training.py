@@ -130,6 +130,17 @@ def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) ->
     )
 
 
+def renewed(made: Learner, chosen: Recipe | None = None) -> Learner:
+    """Give a learner a new adapter and optimiser, as one just made has, and perhaps a recipe.
+
+    The base stays in memory, and the budget of a micro-batch as it is.
+    """
+    made._recipe = chosen or made._recipe
+    made._attach_adapter(None)
+    made._loaded_version = None
+    return made
+
+
 def by_every_layout(
     model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
 ) -> dict[Layout, dict[str, Any]]:

@@ -116,7 +116,7 @@ def _randomise_weights(matrices: Sequence[torch.Tensor], spread: float, seed: in
 
 def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([score_rows(model, [row], layout="whole").logprobs for row in rows])
+        return score_rows(model, rows, layout="whole").logprobs
 
 
 def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -34,3 +35,12 @@ async def bench(bare: Bench) -> Bench:
 def policies(engine: AsyncEngine, server: FakeModelServer, tmp_path: Path) -> Policies:
     """A trainer of two policies without an episode."""
     return Policies(engine, server, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny_learner(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The file's learner of the tiny model; each test renews it (`training.renewed`)."""
+    from tests.support.training import recipe
+    from trainer.learners.learner import Learner
+
+    return Learner(tiny_model, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))

@@ -1,6 +1,8 @@
 """What tests of learners share: short plans, a tokenizer, our masks, and parts of vLLM's own."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,18 @@ from transformers import AutoTokenizer
 from trainer.learners.replay.grammars import Grammars
 
 
-@pytest.fixture
-def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def short_plans() -> Iterator[None]:
     """Plan with few tokens: recurrent layers take milliseconds of Python for each."""
-    monkeypatch.setattr("trainer.learners.memory.MEASURED_TOKENS", 512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.learners.memory.MEASURED_TOKENS", 512)
+        yield
+
+
+@pytest.fixture
+def short_plan() -> Iterator[None]:
+    with short_plans():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
+from tests.integration.trainer.learners.conftest import short_plans
 from tests.support.mixtures import tiny_model
 from tests.support.servers.computing_server import Server
 from tests.support.trainer.reference import shake
-from tests.support.training import PLAIN, recipe, rows, write_words
+from tests.support.training import PLAIN, recipe, renewed, rows, write_words
 from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.learners.model import is_checkpointed, save_merged
@@ -41,6 +42,18 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def learner(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    with short_plans():
+        return Learner(mixture, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
+
+
+@pytest.fixture
+def made(learner: Learner) -> Learner:
+    """The mixture's one learner, with a new adapter."""
+    return renewed(learner, recipe())
+
+
 def save(made: Learner, folder: Path) -> Path:
     folder.mkdir()
     made.save(folder)
@@ -59,13 +72,12 @@ def names_in(adapter: Path) -> set[str]:
 
 
 def test_update_trains_experts_without_routers_and_resumes_from_files(
-    mixture: str, tmp_path: Path
+    made: Learner, tmp_path: Path
 ) -> None:
-    made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
-    probed = plain(rows(5))
+    probed = plain(rows(5, groups=1))
     base = made.version_logprobs(None, probed)
     made.restore(None)
-    made.update(rows(0))
+    made.update(rows(0, groups=2))
     first = save(made, tmp_path / "1")
     names = names_in(first)
     assert not [name for name in names if re.search(r"\.gate\.|_gate\.|\.router\.", name)]
@@ -73,26 +85,25 @@ def test_update_trains_experts_without_routers_and_resumes_from_files(
     of_experts = {name.partition(".experts.")[2] for name in names} - {""}
     sides = ("lora_A.weight", "lora_B.weight")
     assert of_experts == {*sides, *(f"base_layer.{side}" for side in sides)}
-    made.update(rows(1))
+    made.update(rows(1, groups=2))
     second = save(made, tmp_path / "2")
     # As versions are computed: row by row, rounding differs.
     trained = made._row_logprobs(probed)
     assert differ(trained, base) > 1e-3
 
-    again = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
+    again = renewed(made)
     again.restore(first)
-    again.update(rows(1))
+    again.update(rows(1, groups=2))
     assert same(save(again, tmp_path / "again"), second)
     # Switched off, taken off, and read back.
     assert differ(again.version_logprobs(None, probed), base) == 0
     assert differ(again.version_logprobs(second, probed), trained) < 1e-5
 
 
-def test_checkpointing_changes_no_gradient_of_experts(mixture: str, tmp_path: Path) -> None:
+def test_checkpointing_changes_no_gradient_of_experts(made: Learner) -> None:
     found = []
     for checkpointing in (False, True):
-        chosen = recipe(gradient_checkpointing=checkpointing)
-        made = Learner(mixture, chosen, seed=0, scratch=tmp_path)
+        renewed(made, recipe(gradient_checkpointing=checkpointing))
         shake(made, 0.1)
         made._trainer.loss_of(rows(0)).backward()
         policy, _ = made._trainer.trained_parameters()
@@ -112,15 +123,17 @@ def differ(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> 
     return max(abs(left - right) for left, right in pairs)
 
 
-def shaken(mixture: str, tmp_path: Path) -> tuple[Learner, Path]:
-    """Return a learner with an adapter that has an effect, and the adapter's folder."""
-    made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
+def shaken(made: Learner, tmp_path: Path) -> Path:
+    """Give the learner's adapter an effect; return the adapter's folder."""
     shake(made, 0.1)
-    return made, save(made, tmp_path / "1")
+    return save(made, tmp_path / "1")
 
 
 def test_peft_and_merged_weights_compute_the_same_experts(mixture: str, tmp_path: Path) -> None:
-    made, folder = shaken(mixture, tmp_path)
+    # It computes in double precision from here on.
+    with short_plans():
+        made = Learner(mixture, recipe(), seed=0, scratch=tmp_path, layouts=("whole",))
+    folder = shaken(made, tmp_path)
     ids = torch.randint(97, (1, 20), generator=torch.Generator().manual_seed(0))
     base = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     save_merged(mixture, folder, tmp_path / "merged")
@@ -138,8 +151,8 @@ def test_peft_and_merged_weights_compute_the_same_experts(mixture: str, tmp_path
     assert (own - merged).abs().max() < 1e-4
 
 
-def test_adapter_of_experts_is_imported(mixture: str, tmp_path: Path) -> None:
-    made, folder = shaken(mixture, tmp_path)
+def test_adapter_of_experts_is_imported(made: Learner, tmp_path: Path) -> None:
+    folder = shaken(made, tmp_path)
     probed = plain(rows(5))
     own = made._row_logprobs(probed)
     made.adopt(folder)
@@ -147,13 +160,13 @@ def test_adapter_of_experts_is_imported(mixture: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_reads_experts_as_they_were_trained(mixture: str, tmp_path: Path) -> None:
+def test_vllm_reads_experts_as_they_were_trained(made: Learner, tmp_path: Path) -> None:
     """By its own code, of both forms that it keeps experts in; its kernels need a GPU."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.peft_helper import PEFTHelper
 
-    made, folder = shaken(mixture, tmp_path)
+    folder = shaken(made, tmp_path)
     modules = dict(made._model.get_base_model().named_modules())
     name = "model.layers.1.mlp.experts"
     down, gate_up = (modules[path] for path in (name, f"{name}.base_layer"))
@@ -220,33 +233,46 @@ async def serving(mixture: str, *, refuses: bool) -> AsyncIterator[Replicas]:
 
 
 @pytest.mark.parametrize("mixture", WITH_TEXTS, indirect=True)
-@pytest.mark.parametrize("refuses", [True, False])
-async def test_experts_are_trained_unless_the_server_refuses_them(
-    mixture: str, tmp_path: Path, refuses: bool
+async def test_experts_are_trained_if_the_server_loads_them(
+    mixture: str, made: Learner, tmp_path: Path
+) -> None:
+    async with serving(mixture, refuses=False) as servers:
+        with capture_logs() as logs:
+            assert await why_update_fails(made, tmp_path, servers) is None
+    assert not [line for line in logs if line["event"] == "layers_left_out"]
+    kinds = made.layer_kinds()
+    assert len([kind for kind in kinds if kind.endswith(".experts")]) == 1
+    assert any(kind.endswith("v_proj") for kind in kinds)
+    made.update(rows(0, groups=1))
+
+
+# One with layers beside the experts whose names are alike: those of the shared expert.
+@pytest.mark.parametrize("mixture", ["qwen2_moe"], indirect=True)
+async def test_experts_are_left_out_if_the_server_refuses_them(
+    mixture: str, tmp_path: Path
 ) -> None:
     made = Learner(mixture, recipe(), seed=0, scratch=tmp_path)
-    kinds = made.layer_kinds()
-    [experts] = [kind for kind in kinds if kind.endswith(".experts")]
-    async with serving(mixture, refuses=refuses) as servers:
+    [experts] = [kind for kind in made.layer_kinds() if kind.endswith(".experts")]
+    async with serving(mixture, refuses=True) as servers:
         with capture_logs() as logs:
-            assert (
-                await ServerSelfTest(made, tmp_path, servers, "m", recipe()).why_update_fails()
-                is None
-            )
-    left_out = [line["layers"] for line in logs if line["event"] == "layers_left_out"]
-    assert len(left_out) == refuses
-    for whys in left_out:
-        assert "expected target modules" in whys.pop(experts)
-        # Some of these models do not attend to anything: their texts are one word.
-        assert all("changes nothing" in why for why in whys.values())
+            assert await why_update_fails(made, tmp_path, servers) is None
+    [whys] = [line["layers"] for line in logs if line["event"] == "layers_left_out"]
+    assert "expected target modules" in whys.pop(experts)
+    # This model does not attend to anything: its texts are one word.
+    assert all("changes nothing" in why for why in whys.values())
     rest = made.layer_kinds()
-    assert (experts in rest) is not refuses
+    assert experts not in rest
     assert any(kind.endswith("v_proj") for kind in rest)
-    made.update(rows(0))
+    made.update(rows(0, groups=1))
 
 
-def test_recipe_can_leave_experts_untrained(mixture: str, tmp_path: Path) -> None:
+async def why_update_fails(made: Learner, folder: Path, servers: Replicas) -> str | None:
+    return await ServerSelfTest(made, folder, servers, "m", recipe()).why_update_fails()
+
+
+def test_recipe_can_leave_experts_untrained(made: Learner) -> None:
     lora = recipe().lora.model_copy(update={"experts": False})
     without: Recipe = recipe().model_copy(update={"lora": lora})
-    made = Learner(mixture, without, seed=0, scratch=tmp_path)
-    assert not [kind for kind in made.layer_kinds() if kind.endswith(".experts")]
+    kinds = renewed(made, without).layer_kinds()
+    assert kinds
+    assert not [kind for kind in kinds if kind.endswith(".experts")]
