@@ -1,7 +1,7 @@
 """Make a tiny model, and rows to train it on."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -19,6 +19,7 @@ from transformers import (
 from store.values.sampling import Distribution
 from trainer.batches import LAYOUTS, Layout, Row
 from trainer.learners.learner import Learner
+from trainer.learners.model import Base
 from trainer.learners.self_test import growing_rows
 from trainer.recipes.recipe import (
     BatchOptions,
@@ -33,6 +34,8 @@ from trainer.recipes.recipe import (
 )
 
 PLAIN = Distribution(temperature=1.0)
+# Gives a learner as if the recipe had just made it.
+Renew = Callable[[Recipe], Learner]
 
 
 def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
@@ -130,28 +133,31 @@ def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) ->
     )
 
 
-def renewed(made: Learner, chosen: Recipe | None = None) -> Learner:
-    """Give a learner a new adapter and optimiser, as one just made has, and perhaps a recipe.
+def renewed(made: Learner, chosen: Recipe) -> Learner:
+    """Give a learner a recipe, and a new adapter and optimiser, as one just made has.
 
     The base stays in memory, and the budget of a micro-batch as it is.
     """
-    made._recipe = chosen or made._recipe
+    made._recipe = chosen
     made._attach_adapter(None)
     made._loaded_version = None
     return made
 
 
+def in_every_layout(model: str, chosen: Recipe, folder: Path) -> Iterator[tuple[Layout, Learner]]:
+    """Yield a new learner in each layout, one after the other: they share a base."""
+    base = Base(model, chosen)
+    for layout in LAYOUTS:
+        # Taken untested: what is computed shows whether it is right.
+        yield layout, Learner(base, chosen, seed=0, scratch=folder, layouts=(layout,))
+
+
 def by_every_layout(
-    model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
+    model: str, chosen: Recipe, batch: list[Row], folder: Path
 ) -> dict[Layout, dict[str, Any]]:
     """Update a new learner in each layout; return their metrics, which must agree."""
-    metrics = {
-        # Tried, and then taken even if the test failed: the figures show it.
-        layout: Learner(model, make(), seed=0, scratch=folder, layouts=(layout, layout)).update(
-            batch
-        )
-        for layout in LAYOUTS
-    }
+    made = in_every_layout(model, chosen, folder)
+    metrics = {layout: learner.update(batch) for layout, learner in made}
     for layout, found in metrics.items():
         assert math.isclose(found["loss"], metrics["whole"]["loss"], abs_tol=1e-5), layout
         assert math.isclose(found["grad_norm"], metrics["whole"]["grad_norm"], rel_tol=1e-4), layout

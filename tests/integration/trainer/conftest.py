@@ -1,8 +1,9 @@
 """Trainers in this process, on real tables and scripted model servers."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -10,6 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.policies import Policies
+
+if TYPE_CHECKING:
+    from tests.support.training import Renew
 
 
 @pytest.fixture
@@ -38,9 +42,13 @@ def policies(engine: AsyncEngine, server: FakeModelServer, tmp_path: Path) -> Po
 
 
 @pytest.fixture(scope="module")
-def tiny_learner(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The file's learner of the tiny model; each test renews it (`training.renewed`)."""
-    from tests.support.training import recipe
+def renew(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> "Renew":
+    """Give the file's learner of the tiny model, as if a recipe had just made it.
+
+    The learner of the test before is gone then.
+    """
+    from tests.support.training import recipe, renewed
     from trainer.learners.learner import Learner
 
-    return Learner(tiny_model, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
+    folder = tmp_path_factory.mktemp("learner")
+    return partial(renewed, Learner(tiny_model, recipe(), seed=0, scratch=folder))

@@ -22,10 +22,18 @@ from tests.support.ledger.totals import totals
 from tests.support.records import tokens
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.reference import shake
-from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
-from trainer.batches import LAYOUTS, Layout, Row
+from tests.support.training import (
+    Renew,
+    in_every_layout,
+    ppo_recipe,
+    recipe,
+    rows,
+    write_tiny_model,
+)
+from trainer.batches import Row
 from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
+from trainer.learners.model import Base
 from trainer.publishing import adapters
 from trainer.publishing.adapters import BASE_FILE
 from trainer.recipes.recipe import Recipe
@@ -34,27 +42,25 @@ from trainer.updates.plan import LeftOut, plan_update
 RECIPES = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}
 
 
-def learner(
-    model: str, folder: Path, chosen: Recipe | None = None, *, layouts: Sequence[Layout] = LAYOUTS
-) -> Learner:
-    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder, layouts=layouts)
-
-
 def saved(made: Learner, folder: Path) -> Path:
     folder.mkdir(parents=True)
     made.save(folder)
     return folder
 
 
-def lineage(model: str, folder: Path, chosen: Recipe | None = None) -> list[Path]:
+def lineage(made: Learner, folder: Path) -> list[Path]:
     """Two versions, both far from the base."""
-    made = learner(model, folder, chosen)
     shake(made)
     found = []
     for number in (1, 2):
         made.update(rows(number))
         found.append(saved(made, folder / str(number)))
     return found
+
+
+@pytest.fixture(scope="module")
+def versions(renew: Renew, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return lineage(renew(RECIPES["grpo"]), tmp_path_factory.mktemp("versions"))
 
 
 def without(batch: Sequence[Row], version: int) -> list[Row]:
@@ -71,35 +77,32 @@ def filled(batch: Sequence[Row], values: Sequence[Sequence[float]], **changes: A
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_version_reproduces_its_sampling_log_probabilities(
-    tiny_model: str, tmp_path: Path, layout: Layout
+    tiny_model: str, tmp_path: Path, versions: list[Path]
 ) -> None:
     """What a server that holds the version would have said: one sequence at a time, no sharing."""
-    one, two = lineage(tiny_model, tmp_path)
-    told: dict[Path | None, list[torch.Tensor]] = {}
-    for version in (None, one, two):
-        server = learner(tiny_model, tmp_path, layouts=(layout, layout))
-        server.restore(version)
-        server._model.eval()
-        with torch.no_grad():
-            told[version] = [plain_logprobs(server._model, row) for row in rows()]
-    assert any((a - b).abs().max() > 1e-3 for a, b in zip(told[one], told[two], strict=True))
-    made = learner(tiny_model, tmp_path, layouts=(layout, layout))
-    made.restore(two)
-    for version in (two, None, one):
-        found = made.version_logprobs(version, rows())
-        for ours, theirs in zip(found, told[version], strict=True):
-            assert float((torch.tensor(ours) - theirs).abs().max()) < 1e-5
+    one, two = versions
+    for layout, made in in_every_layout(tiny_model, RECIPES["grpo"], tmp_path):
+        told: dict[Path | None, list[torch.Tensor]] = {}
+        for version in (None, one, two):
+            made.restore(version)
+            made._model.eval()
+            with torch.no_grad():
+                told[version] = [plain_logprobs(made._model, row) for row in rows()]
+        assert any((a - b).abs().max() > 1e-3 for a, b in zip(told[one], told[two], strict=True))
+        for version in (two, None, one):
+            found = made.version_logprobs(version, rows())
+            for ours, theirs in zip(found, told[version], strict=True):
+                assert float((torch.tensor(ours) - theirs).abs().max()) < 1e-5, layout
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recomputing_rows_does_not_change_the_following_update(
-    tiny_model: str, tmp_path: Path, name: str
+    renew: Renew, tmp_path: Path, name: str
 ) -> None:
-    one, two = lineage(tiny_model, tmp_path, RECIPES[name])
+    one, two = lineage(renew(RECIPES[name]), tmp_path)
     batch = without(rows()[:4], 2) + without(rows()[4:8], 0) + without(rows()[8:], 1)
-    made = learner(tiny_model, tmp_path, RECIPES[name])
+    made = renew(RECIPES[name])
     made.restore(two)
     values = [
         *made.version_logprobs(two, batch[:4]),
@@ -110,18 +113,19 @@ def test_recomputing_rows_does_not_change_the_following_update(
     known = filled(batch, values)
     metrics = made.update(known)
     assert metrics["recomputed_rows"] == len(batch)
+    after = saved(made, tmp_path / "made")
 
-    fresh = learner(tiny_model, tmp_path, RECIPES[name])
+    fresh = renew(RECIPES[name])
     fresh.restore(two)
     fresh.update(known)
-    assert same(saved(made, tmp_path / "made"), saved(fresh, tmp_path / "fresh"))
+    assert same(after, saved(fresh, tmp_path / "fresh"))
 
 
 def test_recomputing_leaves_the_learner_bit_for_bit_unchanged(
-    tiny_model: str, tmp_path: Path
+    renew: Renew, tmp_path: Path, versions: list[Path]
 ) -> None:
-    one, two = lineage(tiny_model, tmp_path)
-    used = learner(tiny_model, tmp_path)
+    one, two = versions
+    used = renew(RECIPES["grpo"])
     used.restore(two)
     before = {name: value.clone() for name, value in used._model.state_dict().items()}
     for version in (one, None, two):
@@ -133,9 +137,9 @@ def test_recomputing_leaves_the_learner_bit_for_bit_unchanged(
     assert same(saved(used, tmp_path / "again"), two)
 
 
-def test_recomputed_rows_do_not_count_in_the_drift(tiny_model: str, tmp_path: Path) -> None:
+def test_recomputed_rows_do_not_count_in_the_drift(renew: Renew) -> None:
     # One step: drift is measured in the first.
-    made = learner(tiny_model, tmp_path, recipe(steps=1))
+    made = renew(recipe(steps=1))
     told = rows()[:6]
     alone = made.update(told)
     made.restore(None)
@@ -147,32 +151,32 @@ def test_recomputed_rows_do_not_count_in_the_drift(tiny_model: str, tmp_path: Pa
     assert made.update(silent)["drift_kl"] is None
 
 
-def test_episode_with_out_of_vocabulary_ids_is_blamed(tiny_model: str, tmp_path: Path) -> None:
+def test_episode_with_out_of_vocabulary_ids_is_blamed(renew: Renew) -> None:
     strange = msgspec.structs.replace(without(rows(), 0)[0], sampled_ids=(5, 97))
     with pytest.raises(Unusable) as raised:
-        learner(tiny_model, tmp_path).version_logprobs(None, [*without(rows(), 0)[1:], strange])
+        renew(recipe()).version_logprobs(None, [*without(rows(), 0)[1:], strange])
     assert raised.value.reason == "damaged"
     assert set(raised.value.episodes) == {UUID(int=0)}
 
 
 def test_recomputing_can_be_interrupted(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     made.interrupt()
     with pytest.raises(Interrupted):
         made.version_logprobs(None, without(rows(), 0))
 
 
 def test_version_of_another_base_model_does_not_fit_the_learner(
-    tiny_model: str, tmp_path: Path
+    renew: Renew, tiny_model: str, tmp_path: Path
 ) -> None:
-    one, _ = lineage(tiny_model, tmp_path / "ours")
-    made = learner(tiny_model, tmp_path)
+    made = renew(recipe())
+    one = saved(made, tmp_path / "1")
     assert made.why_another_base(one) is None
     half = recipe().model_copy(update={"dtype": "bfloat16"})
-    assert learner(tiny_model, tmp_path, half).why_another_base(one) is None
+    assert Base(tiny_model, half).why_another_base(one) is None
 
-    other = write_tiny_model(tmp_path / "other", seed=1)
-    assert learner(other, tmp_path).why_another_base(one) == "it was trained on another base model"
+    other = Base(write_tiny_model(tmp_path / "other", seed=1), recipe())
+    assert other.why_another_base(one) == "it was trained on another base model"
     (one / BASE_FILE).write_bytes(b"half")
     with pytest.raises(AdapterError, match="cannot be read"):
         made.why_another_base(one)

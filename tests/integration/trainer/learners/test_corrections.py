@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
+from tests.support.shallow import write_shallow
 from tests.support.trainer.reference import shake
-from tests.support.training import recipe, rows, sft_recipe, write_chat_words
-from trainer.batches import LAYOUTS, Row
+from tests.support.training import (
+    Renew,
+    in_every_layout,
+    recipe,
+    rows,
+    sft_recipe,
+    write_chat_words,
+)
+from trainer.batches import Row
 from trainer.learners.corrections import Refusal, reply_ids
 from trainer.learners.learner import Learner
+from trainer.learners.model import Base
 from trainer.recipes.recipe import KlOptions, OptimizerOptions
 
 pytestmark = pytest.mark.timeout(240)
@@ -131,11 +140,11 @@ def mixed() -> list[Row]:
     return [*batch, *made]
 
 
-def test_loss_and_gradient_of_a_correction_equal_sft(tiny_model: str, tmp_path: Path) -> None:
+def test_loss_and_gradient_of_a_correction_equal_sft(renew: Renew) -> None:
     batch = [correction(row, (30, 31, 1), 1 / 3) for row in rows()[:3]]
     seen = []
     for made in (recipe(), sft_recipe()):
-        learner = Learner(tiny_model, made, seed=0, scratch=tmp_path)
+        learner = renew(made)
         shake(learner)
         loss = learner._trainer.loss_of(batch)
         loss.backward()
@@ -148,28 +157,24 @@ def test_loss_and_gradient_of_a_correction_equal_sft(tiny_model: str, tmp_path: 
     assert math.isclose(ours, -float(sum(dense)), abs_tol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_off_policy_figures_leave_corrections_out(
-    tiny_model: str, tmp_path: Path, layout: Any
-) -> None:
+def test_off_policy_figures_leave_corrections_out(tiny_model: str, tmp_path: Path) -> None:
     batch = mixed()
     ordinary = [row for row in batch if not row.is_correction]
     names = ("drift_kl", "effective_sample_size", "masked_share", "ratio_cut_share")
-    found = []
-    for each in (batch, ordinary):
-        learner = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, layouts=(layout, layout))
-        figures = learner.update(each)
-        found.append({name: figures[name] for name in names})
-        assert set(learner.policy_logprobs()) == {row.key for row in ordinary}
-    assert found[0] == pytest.approx(found[1])
+    for layout, learner in in_every_layout(tiny_model, recipe(), tmp_path):
+        found = []
+        for each in (batch, ordinary):
+            learner.restore(None)
+            figures = learner.update(each)
+            found.append({name: figures[name] for name in names})
+            assert set(learner.policy_logprobs()) == {row.key for row in ordinary}, layout
+        assert found[0] == pytest.approx(found[1]), layout
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_kl_penalty_changes_no_advantage_of_a_correction(
-    tiny_model: str, tmp_path: Path, place: Any
-) -> None:
+def test_kl_penalty_changes_no_advantage_of_a_correction(renew: Renew, place: Any) -> None:
     rule = recipe().model_copy(update={"kl": KlOptions(coefficient=0.1, place=place)})
-    learner = Learner(tiny_model, rule, seed=0, scratch=tmp_path)
+    learner = renew(rule)
     shake(learner)
     view = learner._initial_values(mixed())
     prepared = learner._trainer.prepare(mixed(), view)
@@ -177,8 +182,8 @@ def test_kl_penalty_changes_no_advantage_of_a_correction(
     assert learner.update(mixed())["loss"] != 0
 
 
-def test_update_of_only_corrections_makes_them_likelier(tiny_model: str, tmp_path: Path) -> None:
-    learner = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+def test_update_of_only_corrections_makes_them_likelier(renew: Renew) -> None:
+    learner = renew(recipe())
     row = correction(rows()[0], (30, 31, 1))
     before = learner.version_logprobs(None, [row])
     learner.update([row])
@@ -192,18 +197,21 @@ def test_correction_ends_with_the_models_own_end_of_turn(tiny_model: str, tmp_pa
         (tmp_path / name).symlink_to(base / name)
     # Of Llama's and Gemma's, for two: the turn's end is not the tokenizer's end of a text.
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [50, 51]}')
-    learner = Learner(str(tmp_path), recipe(), seed=0, scratch=tmp_path / "scratch")
+    model = Base(str(tmp_path), recipe())
     body = b'{"messages": [{"role": "user", "content": "w5"}]}'
-    assert learner.reply_ids(body, [2, 5, 1, 2], "w7 w8 w51 w9") == (7, 8, 51)
+    assert model.reply_ids(body, [2, 5, 1, 2], "w7 w8 w51 w9") == (7, 8, 51)
 
 
 def test_correction_gets_likelier_beside_a_sampled_reply_in_a_real_model(
     tokenizer: Any, model_dir: str, tmp_path: Path
 ) -> None:
+    """In its first layers."""
     rule = recipe(micro_batch_tokens=256).model_copy(
         update={"optimizer": OptimizerOptions(learning_rate=5e-4)}
     )
-    learner = Learner(model_dir, rule, seed=0, scratch=tmp_path)
+    shallow = tmp_path / "shallow"
+    shallow.mkdir()
+    learner = Learner(str(write_shallow(Path(model_dir), shallow, 6)), rule, 0, tmp_path)
     body, prompt = json.dumps({"messages": ASKED}).encode(), prompt_of(tokenizer, ASKED)
     ids = learner.reply_ids(body, prompt, "It is Paris, of course.")
     assert not isinstance(ids, str)

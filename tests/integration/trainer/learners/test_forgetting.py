@@ -9,8 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
-from trainer.batches import LAYOUTS, Layout, Row
+from tests.support.training import (
+    Renew,
+    in_every_layout,
+    ppo_recipe,
+    recipe,
+    rows,
+    sft_recipe,
+)
+from trainer.batches import Row
 from trainer.errors import Unusable
 from trainer.learners import kl
 from trainer.learners.kernels.head import CHUNK, Head, head_kl, logits_kl
@@ -39,20 +46,17 @@ def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
     return sum(each) / len(each)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_kl_to_base_is_computed_over_the_whole_vocabulary(
-    tiny_model: str, tmp_path: Path, layout: Layout
-) -> None:
-    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path, layouts=(layout, layout))
-    batch = rows()
-    for _ in range(3):
-        told = made.update(batch)
-    metered = measured_rows(batch)
-    assert told["kl_tokens"] == sum(len(row.sampled_ids) for row in metered)
-    made._model.eval()
-    wanted = plain_kl(made, metered)
-    assert wanted > 0.001
-    assert told["kl_to_base"] == pytest.approx(wanted, rel=1e-3)
+def test_kl_to_base_is_computed_over_the_whole_vocabulary(tiny_model: str, tmp_path: Path) -> None:
+    batch = rows(groups=2)
+    for layout, made in in_every_layout(tiny_model, recipe(), tmp_path):
+        for _ in range(2):
+            told = made.update(batch)
+        metered = measured_rows(batch)
+        assert told["kl_tokens"] == sum(len(row.sampled_ids) for row in metered)
+        made._model.eval()
+        wanted = plain_kl(made, metered)
+        assert wanted > 0.001
+        assert told["kl_to_base"] == pytest.approx(wanted, rel=1e-3), layout
 
 
 def test_kl_by_a_chunked_head_equals_kl_by_the_whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +71,8 @@ def test_kl_by_a_chunked_head_equals_kl_by_the_whole_head(monkeypatch: pytest.Mo
     assert float(near.min()) >= 0.0
 
 
-def test_unmoved_policy_has_zero_kl_to_base(tiny_model: str, tmp_path: Path) -> None:
-    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+def test_unmoved_policy_has_zero_kl_to_base(renew: Renew) -> None:
+    made = renew(recipe())
     still = [msgspec.structs.replace(row, advantage=0.0) for row in rows()]
     assert made.update(still)["kl_to_base"] == 0.0
     one, two = (made.update(rows())["kl_to_base"] for _ in range(2))
@@ -77,10 +81,10 @@ def test_unmoved_policy_has_zero_kl_to_base(tiny_model: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_is_the_same_without_measuring_kl_to_the_base(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    renew: Renew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def train(folder: Path) -> dict[str, bytes]:
-        made = Learner(tiny_model, RECIPES[name](steps=2), seed=0, scratch=tmp_path)
+        made = renew(RECIPES[name](steps=2))
         torch.manual_seed(3)
         for number in range(2):
             made.update(rows(number))

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from store.values.grammars import Grammar
 from store.values.sampling import Distribution
-from tests.support.training import PLAIN, by_every_layout, recipe, rows
+from tests.support.training import PLAIN, Renew, by_every_layout, recipe, rows
 from trainer.errors import Unreplayable
-from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import (
     GRAMMAR_NOT_BUILT,
     OUTSIDE_GRAMMAR,
@@ -289,14 +288,16 @@ def test_choice_constraints_become_the_same_grammar_as_in_vllm(
         assert is_lark(text) == vllm_own.utils.grammar_is_likely_lark(text)
 
 
-def test_learner_trains_on_replies_under_a_grammar(tiny_model: str, tmp_path: Path) -> None:
+def test_learner_trains_on_replies_under_a_grammar(
+    renew: Renew, tiny_model: str, tmp_path: Path
+) -> None:
     """The words of the tiny model, one after the other; its gradient is that of separate rows."""
     grammar = Grammar(kind="regex", text="(w[0-9]{1,2})+")
     batch = [
         msgspec.structs.replace(one, distribution=msgspec.structs.replace(PLAIN, grammar=grammar))
         for one in rows()
     ]
-    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    tiny = renew(recipe())
     assert tiny.why_unreplayable(batch[0].distribution, batch[0].sampled_ids) is None
     assert tiny.why_unreplayable(batch[0].distribution, [200]) == OUTSIDE_GRAMMAR
-    by_every_layout(tiny_model, recipe, batch, tmp_path)
+    by_every_layout(tiny_model, recipe(), batch, tmp_path)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -32,7 +31,7 @@ from tests.support.trainer.merging import (
     random_tree,
     train,
 )
-from tests.support.training import PLAIN, by_every_layout, grown, recipe, rows
+from tests.support.training import PLAIN, Renew, by_every_layout, grown, recipe, rows
 from trainer.batches import LAYOUTS, Layout, build_tree, pad_tree
 from trainer.errors import DriftOutOfBounds, LearnerError, Unusable
 from trainer.learners import scoring
@@ -271,17 +270,15 @@ def test_failing_way_of_computing_is_logged_and_the_next_way_trains(
 def test_every_way_of_computing_rows_makes_the_same_update(tiny_model: str, tmp_path: Path) -> None:
     system = range(2, 72)
     alike = [msgspec.structs.replace(r, prompt_ids=(*system, *r.prompt_ids)) for r in rows()]
-    roomy = partial(recipe, micro_batch_tokens=256)
+    roomy = recipe(micro_batch_tokens=256)
     metrics = by_every_layout(tiny_model, roomy, [*alike, *grown(8, 3)], tmp_path)
     tokens = [metrics[layout]["computed_tokens"] for layout in LAYOUTS]
     assert tokens[0] < tokens[1] < tokens[2] < tokens[3] < metrics["tree"]["row_tokens"]
 
 
-def test_drift_out_of_bounds_is_raised_and_changes_no_weight(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_drift_out_of_bounds_is_raised_and_changes_no_weight(renew: Renew) -> None:
     narrow = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e-5)})
-    made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
+    made = renew(narrow)
     before = [p.detach().clone() for p in made._model.parameters()]
     with pytest.raises(DriftOutOfBounds, match="max_drift is 1e-05") as raised:
         made.update(rows())
@@ -291,9 +288,9 @@ def test_drift_out_of_bounds_is_raised_and_changes_no_weight(
         assert torch.equal(one, other)
 
 
-def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_path: Path) -> None:
+def test_rows_of_an_older_version_are_not_judged_for_drift(renew: Renew) -> None:
     narrow = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e-9)})
-    made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
+    made = renew(narrow)
     older = [msgspec.structs.replace(row, version=-1) for row in rows()]
     found = made.update(older)
     assert found["drift_kl"] is None
@@ -301,9 +298,9 @@ def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_
     assert 0 < found["effective_sample_size"] <= 1
 
 
-def test_off_policy_sequence_carries_no_loss(tiny_model: str, tmp_path: Path) -> None:
+def test_off_policy_sequence_carries_no_loss(renew: Renew) -> None:
     masking = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e9)})
-    made = Learner(tiny_model, masking, seed=0, scratch=tmp_path)
+    made = renew(masking)
     near, *_ = rows()
     own = tuple(made.logprobs([near])[0])
     near = msgspec.structs.replace(near, sampled_logprobs=own, distribution=PLAIN)

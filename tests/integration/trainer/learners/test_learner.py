@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 
 from store.values.packing import unpack_logprobs
 from tests.support.trainer.reference import shake
-from tests.support.training import recipe, rows, write_tiny_model
+from tests.support.training import Renew, recipe, rows, write_tiny_model
 from trainer.batches import Row, computed_tokens
 from trainer.errors import LearnerError
 from trainer.learners.kl import measured_rows
@@ -53,10 +53,8 @@ def gradients(made: Learner) -> torch.Tensor:
     return torch.cat(found)
 
 
-def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(renew: Renew) -> None:
+    made = renew(recipe())
     shake(made)
     batch = rows()
     with torch.no_grad():
@@ -66,8 +64,8 @@ def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
     assert float(entropy.min()) > 0
 
 
-def test_grpo_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_grpo_loss_and_gradient_equal_a_plain_loop(renew: Renew) -> None:
+    made = renew(recipe())
     shake(made)
     batch = rows()
     ours = made._trainer.loss_of(batch)
@@ -80,8 +78,8 @@ def test_grpo_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Pa
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_micro_batches_do_not_change_the_gradient(renew: Renew) -> None:
+    made = renew(recipe())
     shake(made)
     batch = rows()
     made._trainer.loss_of(batch).backward()
@@ -98,11 +96,11 @@ def test_share_of_a_row_in_the_loss_depends_on_weight_and_not_on_length() -> Non
     assert torch.allclose(shares, wanted)
 
 
-def test_rewarded_replies_become_likelier(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_rewarded_replies_become_likelier(renew: Renew) -> None:
+    made = renew(recipe())
     batch = rows(members=2)
     before = made.logprobs(batch)
-    for _ in range(10):
+    for _ in range(4):
         metrics = made.update(batch)
     after = made.logprobs(batch)
     assert metrics["computed_tokens"] < metrics["row_tokens"]
@@ -113,10 +111,8 @@ def test_rewarded_replies_become_likelier(tiny_model: str, tmp_path: Path) -> No
         assert better == (row.advantage > 0.5)
 
 
-def test_update_records_the_policys_log_probabilities_before_each_step(
-    tiny_model: str, tmp_path: Path
-) -> None:
-    made = learner(tiny_model, tmp_path, steps=2)
+def test_update_records_the_policys_log_probabilities_before_each_step(renew: Renew) -> None:
+    made = renew(recipe(steps=2))
     batch = rows(members=2)
     before = made.version_logprobs(None, batch)
     made.restore(None)
@@ -134,13 +130,16 @@ def test_update_records_the_policys_log_probabilities_before_each_step(
     assert compared.keys() != made.policy_logprobs().keys() == {batch[0].key}
 
 
-def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -> None:
-    straight = learner(tiny_model, tmp_path, steps=2)
+def test_a_saved_version_is_continued_exactly(
+    renew: Renew, tiny_model: str, tmp_path: Path
+) -> None:
+    straight = renew(recipe(steps=2))
     straight.update(rows(0))
     saved = tmp_path / "1"
     straight.save(saved)
     straight.update(rows(1))
 
+    # A trainer that was started again.
     resumed = learner(tiny_model, tmp_path, steps=2)
     resumed.restore(saved)
     resumed.update(rows(1))
@@ -148,8 +147,8 @@ def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -
         assert torch.equal(one, other)
 
 
-def test_restoring_the_base_model_removes_the_adapter(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_restoring_the_base_model_removes_the_adapter(renew: Renew) -> None:
+    made = renew(recipe())
     batch = rows()
     base = made.logprobs(batch)
     made.update(batch)
@@ -165,7 +164,7 @@ def test_half_precision_training_makes_rewarded_replies_likelier(
     made = Learner(tiny_model, half, seed=0, scratch=tmp_path)
     batch = rows(members=2)
     before = made.logprobs(batch)
-    for _ in range(10):
+    for _ in range(4):
         assert math.isfinite(made.update(batch)["grad_norm"])
     after = made.logprobs(batch)
     gains = [
@@ -192,16 +191,15 @@ def test_dtype_auto_follows_the_device_and_recipe_dtype_is_kept(
     assert load_base(tiny_model, made)[0].dtype == here
 
 
-def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> None:
-    plain = learner(tiny_model, tmp_path)
-    saving = learner(tiny_model, tmp_path, gradient_checkpointing=True)
+def test_checkpointing_changes_no_gradient(renew: Renew) -> None:
     found = []
-    for made in (plain, saving):
+    for checkpointing in (False, True):
+        made = renew(recipe(gradient_checkpointing=checkpointing))
         shake(made)
         made._trainer.loss_of(rows()).backward()
         found.append(gradients(made))
+        assert is_checkpointed(made._model.get_base_model()) is checkpointing
     assert torch.allclose(found[0], found[1], atol=1e-7)
-    assert is_checkpointed(saving._model.get_base_model())
 
 
 def test_micro_batch_that_does_not_fit_is_retried_smaller(
@@ -279,13 +277,13 @@ def common(
 
 
 def test_update_step_is_shortened_if_its_overlap_with_the_old_policy_is_too_small(
-    tiny_model: str, tmp_path: Path
+    renew: Renew,
 ) -> None:
     batch = rows()
-    free = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path).update(batch)
+    free = renew(within(0.0, rate=0.1)).update(batch)
     assert free["step_kept"] == 1.0
 
-    made = Learner(tiny_model, within(0.98, rate=0.1), seed=0, scratch=tmp_path)
+    made = renew(within(0.98, rate=0.1))
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
     after = made._row_logprobs(batch)
@@ -294,11 +292,9 @@ def test_update_step_is_shortened_if_its_overlap_with_the_old_policy_is_too_smal
     assert common(after, before) == pytest.approx(metrics["overlap"])
 
 
-def test_overlap_with_the_old_policy_counts_long_replies_in_parts(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_overlap_with_the_old_policy_counts_long_replies_in_parts(renew: Renew) -> None:
     batch = rows()
-    made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
+    made = renew(within(0.0, rate=0.1))
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
     after = made._row_logprobs(batch)
@@ -308,7 +304,7 @@ def test_overlap_with_the_old_policy_counts_long_replies_in_parts(
 
 
 def test_overlap_with_the_old_policy_is_measured_on_short_replies_behind_long_prompts(
-    tiny_model: str, tmp_path: Path
+    renew: Renew,
 ) -> None:
     """Two of these rows have as many tokens as the KL to the base is measured on."""
     batch = [
@@ -316,14 +312,14 @@ def test_overlap_with_the_old_policy_is_measured_on_short_replies_behind_long_pr
         for row in rows(groups=8, members=4)
     ]
     assert len(measured_rows(batch)) == 2
-    made = Learner(tiny_model, within(0.0, rate=0.1), seed=0, scratch=tmp_path)
+    made = renew(within(0.0, rate=0.1))
     before = made.version_logprobs(None, batch)
     metrics = made.update(batch)
     assert metrics["overlap"] == pytest.approx(common(made._row_logprobs(batch), before), abs=1e-4)
 
 
-def test_update_step_with_enough_overlap_is_not_shortened(tiny_model: str, tmp_path: Path) -> None:
-    made = Learner(tiny_model, within(0.98, rate=1e-4), seed=0, scratch=tmp_path)
+def test_update_step_with_enough_overlap_is_not_shortened(renew: Renew) -> None:
+    made = renew(within(0.98, rate=1e-4))
     metrics = made.update(rows())
     assert metrics["step_kept"] == 1.0
     assert metrics["overlap"] > 0.99

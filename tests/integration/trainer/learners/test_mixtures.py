@@ -91,7 +91,7 @@ def test_update_trains_experts_without_routers_and_resumes_from_files(
     trained = made._row_logprobs(probed)
     assert differ(trained, base) > 1e-3
 
-    again = renewed(made)
+    again = renewed(made, recipe())
     again.restore(first)
     again.update(rows(1, groups=2))
     assert same(save(again, tmp_path / "again"), second)

@@ -12,13 +12,14 @@ import torch
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from store.values.grammars import Grammar
 from store.values.sampling import Distribution
 from tests.integration.trainer.learners.test_learner import plain_logprobs
 from tests.integration.trainer.recovery.test_resuming import same
-from tests.integration.trainer.test_recomputed import filled, learner, lineage, saved, without
-from tests.support.training import PLAIN, recipe, rows
+from tests.integration.trainer.test_recomputed import filled, lineage, saved, without
+from tests.support.training import PLAIN, Renew, recipe, rows
 from trainer.batches import LAYOUTS, Row
 from trainer.errors import Unreplayable
 from trainer.learners.learner import Learner
@@ -32,7 +33,6 @@ GRAMMARS = {
     "choice": Grammar(kind="choice", text='["w5w6w7", "w5w8", "w4w3w7w7"]'),
     "ebnf": Grammar(kind="grammar", text=EBNF),
 }
-HEATS = st.sampled_from([0.6, 1.0, 1.4])
 
 
 def compiled(grammar: Grammar, tokenizer: Any) -> Any:
@@ -79,8 +79,14 @@ def dense(model: Any, row: Row, able: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def versions(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return lineage(tiny_model, tmp_path_factory.mktemp("versions"))
+def versions(renew: Renew, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return lineage(renew(recipe(steps=2)), tmp_path_factory.mktemp("versions"))
+
+
+@pytest.fixture(scope="module")
+def grammars(tiny_model: str) -> dict[str, Any]:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    return {name: compiled(grammar, tokenizer) for name, grammar in GRAMMARS.items()}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -88,45 +94,44 @@ def made(
     tiny_model: str, tmp_path_factory: pytest.TempPathFactory, request: Any, versions: list[Path]
 ) -> Learner:
     scratch = tmp_path_factory.mktemp("made")
-    found = Learner(tiny_model, recipe(steps=2), 0, scratch, layouts=(request.param, request.param))
+    found = Learner(tiny_model, recipe(steps=2), 0, scratch, layouts=(request.param,))
     found.restore(versions[-1])
     return found
 
 
-@settings(max_examples=30)
+# The settings of one reply; the four of an example need not be alike.
+ASKED = st.fixed_dictionaries(
+    {
+        "which": st.sampled_from(sorted(GRAMMARS)),
+        "temperature": st.sampled_from([0.6, 1.0, 1.4]),
+        "presence_penalty": st.sampled_from([0.0, 0.7]),
+        "top_k": st.sampled_from([0, 40]),
+    }
+)
+
+
+@settings(max_examples=10)
 @given(
-    which=st.sampled_from(sorted(GRAMMARS)),
+    replies=st.lists(ASKED, min_size=4, max_size=4),
     chance=st.randoms(use_true_random=False),
-    heat=HEATS,
-    penalty=st.sampled_from([0.0, 0.7]),
-    top_k=st.sampled_from([0, 40]),
     version=st.sampled_from([0, 1, 2]),
 )
 def test_any_reply_under_a_grammar_is_recomputed_as_by_a_dense_masked_reference(
     made: Learner,
     versions: list[Path],
-    which: str,
+    grammars: dict[str, Any],
+    replies: list[dict[str, Any]],
     chance: random.Random,
-    heat: float,
-    penalty: float,
-    top_k: int,
     version: int,
 ) -> None:
     folder = [None, *versions][version]
-    grammar = compiled(GRAMMARS[which], made._tokenizer)
-    asked = Distribution(
-        temperature=heat,
-        presence_penalty=penalty,
-        top_k=top_k,
-        grammar=GRAMMARS[which],
-        stop_token_ids=ENDS,
-    )
-    walks = [walk(grammar, chance) for _ in range(4)]
-    batch = [
-        msgspec.structs.replace(row, sampled_ids=reply, distribution=asked)
-        for row, (reply, _) in zip(without(rows()[:4], version), walks, strict=True)
-    ]
-    assert all(made.why_unreplayable(asked, row.sampled_ids) is None for row in batch)
+    walks, batch = [], []
+    for row, reply in zip(without(rows()[:4], version), replies, strict=True):
+        named = {name: value for name, value in reply.items() if name != "which"}
+        asked = Distribution(**named, grammar=GRAMMARS[reply["which"]], stop_token_ids=ENDS)
+        walks.append(walk(grammars[reply["which"]], chance))
+        batch.append(msgspec.structs.replace(row, sampled_ids=walks[-1][0], distribution=asked))
+    assert all(made.why_unreplayable(row.distribution, row.sampled_ids) is None for row in batch)
     # One that nothing held, among them.
     [free] = without(rows()[4:5], version)
     *found, unheld = made.version_logprobs(folder, [*batch, free])
@@ -143,10 +148,10 @@ def test_any_reply_under_a_grammar_is_recomputed_as_by_a_dense_masked_reference(
 
 
 def test_recomputing_rows_under_a_grammar_does_not_change_the_following_update(
-    tiny_model: str, tmp_path: Path
+    renew: Renew, tmp_path: Path, versions: list[Path]
 ) -> None:
-    one, two = lineage(tiny_model, tmp_path)
-    made = learner(tiny_model, tmp_path)
+    one, two = versions
+    made = renew(recipe(steps=2))
     asked = msgspec.structs.replace(PLAIN, grammar=GRAMMARS["words"], stop_token_ids=ENDS)
     batch = [
         msgspec.structs.replace(row, distribution=asked)
@@ -157,17 +162,18 @@ def test_recomputing_rows_under_a_grammar_does_not_change_the_following_update(
     made.restore(two)
     metrics = made.update(filled(batch, values))
     assert (metrics["recomputed_rows"], metrics["drift_kl"]) == (len(batch), None)
-    again = learner(tiny_model, tmp_path)
+    after = saved(made, tmp_path / "made")
+    again = renew(recipe(steps=2))
     again.restore(two)
     again.update(filled(batch, values))
-    assert same(saved(made, tmp_path / "made"), saved(again, tmp_path / "again"))
+    assert same(after, saved(again, tmp_path / "again"))
 
 
-def test_a_reply_outside_its_grammar_is_not_recomputed(tiny_model: str, tmp_path: Path) -> None:
+def test_a_reply_outside_its_grammar_is_not_recomputed(renew: Renew) -> None:
     asked = msgspec.structs.replace(PLAIN, grammar=GRAMMARS["choice"], stop_token_ids=ENDS)
     [row] = without(rows()[:1], 0)
     row = msgspec.structs.replace(row, sampled_ids=(5, 6, 9), distribution=asked)
-    made = learner(tiny_model, tmp_path)
+    made = renew(recipe())
     assert made.why_unreplayable(asked, row.sampled_ids) == "outside_grammar"
     with pytest.raises(Unreplayable):
         made.version_logprobs(None, [row])

@@ -24,10 +24,9 @@ from tests.support.trainer.merging import (
     train,
 )
 from tests.support.trainer.reference import shake
-from tests.support.training import PLAIN, by_every_layout, ppo_recipe, recipe, rows
+from tests.support.training import PLAIN, Renew, by_every_layout, ppo_recipe, recipe, rows
 from trainer.batches import Row
 from trainer.errors import Unusable
-from trainer.learners.learner import Learner
 from trainer.learners.replay.shaping import Vocabulary, banned_sequences, places_of
 from trainer.learners.scoring import score_rows
 from trainer.recipes.recipe import KlOptions
@@ -120,9 +119,9 @@ def vllm_ids() -> Callable[..., tuple[Any, Any]]:
 
 
 def test_banned_words_and_stop_tokens_have_the_token_ids_that_vllm_gives_them(
-    vllm_ids: Callable[..., tuple[Any, Any]], tiny_model: str, tmp_path: Path
+    vllm_ids: Callable[..., tuple[Any, Any]], renew: Renew
 ) -> None:
-    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    tiny = renew(recipe())
     words, stops = ["w5", " w7", "w8", "other"], [9, 4]
     asked = Distribution(
         temperature=1.0, bad_words=tuple(sorted(words)), min_tokens=2, stop_token_ids=(4, 9)
@@ -151,14 +150,12 @@ def test_every_way_of_computing_rows_makes_the_same_replayed_update(
         msgspec.structs.replace(one, distribution=distributions[index % 3])
         for index, one in enumerate(rows())
     ]
-    by_every_layout(tiny_model, recipe, batch, tmp_path)
+    by_every_layout(tiny_model, recipe(), batch, tmp_path)
 
 
-def test_rows_sampled_from_truncated_distributions_have_no_drift(
-    tiny_model: str, tmp_path: Path
-) -> None:
+def test_rows_sampled_from_truncated_distributions_have_no_drift(renew: Renew) -> None:
     """Log-probabilities of the shaped distribution are the policy's own: no ratio is not 1."""
-    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    tiny = renew(recipe())
     card = sampled_as(rows(), made("a model's card"))
     with torch.no_grad():
         own = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
@@ -173,11 +170,11 @@ def test_rows_sampled_from_truncated_distributions_have_no_drift(
 
 @pytest.mark.parametrize("learner", ["grpo", "ppo"])
 def test_kl_to_the_base_compares_distributions_under_the_sampling_settings(
-    tiny_model: str, tmp_path: Path, learner: str
+    renew: Renew, learner: str
 ) -> None:
     kl = KlOptions(coefficient=0.1)
     chosen = ppo_recipe(kl=kl) if learner == "ppo" else recipe().model_copy(update={"kl": kl})
-    tiny = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    tiny = renew(chosen)
     card = sampled_as(rows(), made("a model's card"))
     with torch.no_grad():
         base = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
@@ -191,8 +188,8 @@ def test_kl_to_the_base_compares_distributions_under_the_sampling_settings(
     assert torch.isfinite(gradients(tiny)).all()
 
 
-def test_episode_with_out_of_vocabulary_settings_is_blamed(tiny_model: str, tmp_path: Path) -> None:
-    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+def test_episode_with_out_of_vocabulary_settings_is_blamed(renew: Renew) -> None:
+    tiny = renew(recipe())
     batch = rows()
     odd = msgspec.structs.replace(PLAIN, logit_bias=((WORDS, 1.0),))
     batch[1] = msgspec.structs.replace(batch[1], distribution=odd)

@@ -1,7 +1,6 @@
 """SFT on a tiny random model: the loss is a dense reference's, and only sampled tokens carry it."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs
 from tests.support.trainer.reference import shake
-from tests.support.training import PLAIN, by_every_layout, recipe, rows, sft_recipe
-from trainer.batches import LAYOUTS, Layout, Row
+from tests.support.training import PLAIN, Renew, by_every_layout, recipe, rows, sft_recipe
+from trainer.batches import Row
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import InitialValues
 from trainer.recipes.recipe import KlOptions
@@ -32,10 +31,7 @@ def imitated(seed: int = 0) -> list[Row]:
     return [msgspec.structs.replace(row, weight=row.weight / whole) for row in made]
 
 
-def learner(
-    model: str, folder: Path, *, layouts: Sequence[Layout] = LAYOUTS, **changes: Any
-) -> Learner:
-    made = Learner(model, sft_recipe(**changes), seed=0, scratch=folder, layouts=layouts)
+def shaken(made: Learner) -> Learner:
     shake(made)
     return made
 
@@ -51,8 +47,8 @@ def dense_loss(model: Any, batch: list[Row]) -> torch.Tensor:
     return total
 
 
-def test_sft_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_sft_loss_and_gradient_equal_a_dense_reference(renew: Renew) -> None:
+    made = shaken(renew(sft_recipe()))
     batch = imitated()
     ours = made._trainer.loss_of(batch)
     ours.backward()
@@ -67,12 +63,13 @@ def test_sft_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path
 def test_every_way_of_computing_rows_makes_the_same_sft_update(
     tiny_model: str, tmp_path: Path
 ) -> None:
-    by_every_layout(tiny_model, sft_recipe, imitated(), tmp_path)
+    by_every_layout(tiny_model, sft_recipe(), imitated(), tmp_path)
 
 
 def test_prompt_tokens_carry_no_gradient_of_the_sft_loss(tiny_model: str, tmp_path: Path) -> None:
     """At the LM head, whose input each token's loss goes through."""
-    made = learner(tiny_model, tmp_path, layouts=("whole",))
+    made = Learner(tiny_model, sft_recipe(), seed=0, scratch=tmp_path, layouts=("whole",))
+    shake(made)
     (row,) = batch = [msgspec.structs.replace(imitated()[0], weight=1.0)]
     states: list[torch.Tensor] = []
 
@@ -90,8 +87,8 @@ def test_prompt_tokens_carry_no_gradient_of_the_sft_loss(tiny_model: str, tmp_pa
     assert moved.tolist() == [False] * prompt + [True] * len(row.sampled_ids)
 
 
-def test_sft_loss_ignores_log_probabilities_and_advantages(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_sft_loss_ignores_log_probabilities_and_advantages(renew: Renew) -> None:
+    made = shaken(renew(sft_recipe()))
     batch = imitated()
     other = [
         msgspec.structs.replace(
@@ -102,8 +99,8 @@ def test_sft_loss_ignores_log_probabilities_and_advantages(tiny_model: str, tmp_
     assert torch.equal(made._trainer.loss_of(batch), made._trainer.loss_of(other))
 
 
-def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path)
+def test_micro_batches_do_not_change_the_gradient(renew: Renew) -> None:
+    made = shaken(renew(sft_recipe()))
     batch = imitated()
     made._trainer.loss_of(batch).backward()
     whole = gradients(made)
@@ -112,8 +109,8 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
     assert torch.allclose(gradients(made), whole, atol=1e-6)
 
 
-def test_imitated_replies_become_likelier(tiny_model: str, tmp_path: Path) -> None:
-    made = Learner(tiny_model, sft_recipe(epochs=2, steps=2), seed=0, scratch=tmp_path)
+def test_imitated_replies_become_likelier(renew: Renew) -> None:
+    made = renew(sft_recipe(epochs=2, steps=2))
     batch = imitated()
     before = made.logprobs(batch)
     for _ in range(5):
@@ -125,8 +122,8 @@ def test_imitated_replies_become_likelier(tiny_model: str, tmp_path: Path) -> No
     assert "drift_kl" not in metrics
 
 
-def test_kl_term_is_added_to_the_imitation_loss(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path, kl=KlOptions(coefficient=0.5))
+def test_kl_term_is_added_to_the_imitation_loss(renew: Renew) -> None:
+    made = shaken(renew(sft_recipe(kl=KlOptions(coefficient=0.5))))
     batch = imitated()
     made._trainer.prepare(batch, InitialValues.merge([made._trainer.initial_values(batch)]))
     whole = float(made._trainer.loss_of(batch).detach())
@@ -141,19 +138,22 @@ def test_kl_term_is_added_to_the_imitation_loss(tiny_model: str, tmp_path: Path)
     assert whole == pytest.approx(plain + 0.5 * total, abs=1e-5)
 
 
-def test_grpo_goes_on_from_a_version_of_sft(tiny_model: str, tmp_path: Path) -> None:
+def test_grpo_goes_on_from_a_version_of_sft(renew: Renew, tmp_path: Path) -> None:
     """A warm start: the adapter and the optimiser's moments are the policy's, not the learner's."""
-    made = Learner(tiny_model, sft_recipe(), seed=0, scratch=tmp_path)
+    made = renew(sft_recipe())
     made.update(imitated())
     made.save(tmp_path / "1")
-    continued = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    wanted = made.logprobs(rows(1))
+    continued = renew(recipe())
     continued.restore(tmp_path / "1")
-    assert continued.logprobs(rows(1)) == made.logprobs(rows(1))
+    assert continued.logprobs(rows(1)) == wanted
     assert math.isfinite(continued.update(rows(1))["loss"])
 
 
-def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -> None:
-    straight = Learner(tiny_model, sft_recipe(steps=2), seed=0, scratch=tmp_path)
+def test_a_saved_version_is_continued_exactly(
+    renew: Renew, tiny_model: str, tmp_path: Path
+) -> None:
+    straight = renew(sft_recipe(steps=2))
     straight.update(imitated(0))
     straight.save(tmp_path / "1")
     straight.update(imitated(1))
@@ -164,5 +164,5 @@ def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -
         assert torch.equal(one, other)
 
 
-def test_sft_learner_can_rehearse(tiny_model: str, tmp_path: Path) -> None:
-    Learner(tiny_model, sft_recipe(), seed=0, scratch=tmp_path).rehearse()
+def test_sft_learner_can_rehearse(renew: Renew) -> None:
+    renew(sft_recipe()).rehearse()
