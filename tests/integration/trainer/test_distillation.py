@@ -36,7 +36,7 @@ from trainer.updates.plan import Plan, taught_plan
 from trainer.updates.teacher import Teacher, group_prefixes
 
 CREDIT = CreditOptions(baseline="none", normalisation="none")
-UPDATES = 8
+UPDATES = 6
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ async def test_policy_moves_towards_its_teacher(model_dir: str, tmp_path: Path) 
     """A model's first layers: as they are, and with an adapter that changes much as its teacher."""
     shallow = tmp_path / "shallow"
     shallow.mkdir()
-    model_dir = str(write_shallow(Path(model_dir), shallow, 6))
+    model_dir = str(write_shallow(Path(model_dir), shallow, 3))
     adapter = write_adapter(model_dir, tmp_path / "adapter", seed=3, lora_alpha=160)
     words = AutoTokenizer.from_pretrained(model_dir)
     prompt = words("The capital of France is", add_special_tokens=False)["input_ids"]
