@@ -161,7 +161,7 @@ async def run_evaluation(flags: EvaluateFlags) -> EvaluationReport:
         with stopped_by_signals(rollout):
             await EvaluationDisplay(rollout, pairs, Console(stderr=True)).show()
 
-    return (await evaluate(job, show=show)).evaluation()
+    return (await evaluate(job, show=show)).report()
 
 
 def versions_to_compare(models: Models, policy: str | None, against: str | None) -> tuple[str, str]:
@@ -198,7 +198,7 @@ def versions_to_compare(models: Models, policy: str | None, against: str | None)
 
 
 class EvaluationDisplay(Display):
-    """Shows a running evaluation: how many tasks are compared, and the difference so far."""
+    """Show a running evaluation: how many tasks are compared, and the difference so far."""
 
     def __init__(self, rollout: Rollout, pairs: Pairs, console: Console) -> None:
         super().__init__(rollout, console)

@@ -256,7 +256,7 @@ def memory_plan(
     turns: int,
     gpus: int = 1,
 ) -> MemoryPlan:
-    """Return the plan of a model; `takes` is the memory that one process needs (pure)."""
+    """Return the plan of a model; `takes` is what a single process needs (pure)."""
     from trainer.learners.kernels.process import LEFT_FREE
     from trainer.learners.memory import OVERHEAD_BYTES
 

@@ -77,7 +77,9 @@ def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     """
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
-    lines = run_with_engine(lambda engine: policies_of(engine, policies, settings.recipe, tenant))
+    lines = run_with_engine(
+        lambda engine: read_policy_lines(engine, policies, settings.recipe, tenant)
+    )
     write_lines(lines, policies_table, as_json=as_json)
 
 
@@ -113,12 +115,12 @@ def show(
     settings = read_settings(TrainerSettings)
     policies = open_policies(settings.policies)
     if events:
-        changes = run_with_engine(lambda engine: events_of(engine, name, tenant))
+        changes = run_with_engine(lambda engine: read_event_lines(engine, name, tenant))
         write_lines(changes, events_table, as_json=as_json)
     else:
         try:
             lines = run_with_engine(
-                lambda engine: versions_of(engine, name, policies, settings.recipe, tenant)
+                lambda engine: read_version_lines(engine, name, policies, settings.recipe, tenant)
             )
         except RecipeError as error:
             fail(str(error))
@@ -154,7 +156,7 @@ class PolicyLine(Record, frozen=True, kw_only=True):
     tenant: str | UnsetType = UNSET
 
 
-async def policies_of(
+async def read_policy_lines(
     engine: AsyncEngine, table: PolicyTable | None, recipe: str, tenant: str | None = None
 ) -> list[PolicyLine]:
     """Return all policies: those of the file in its order, then those only in the store.
@@ -278,7 +280,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     outlook: str | UnsetType = UNSET
 
 
-async def versions_of(
+async def read_version_lines(
     engine: AsyncEngine,
     name: str,
     policies: PolicyTable | None,
@@ -417,7 +419,7 @@ class StateChangeLine(Record, frozen=True, kw_only=True):
     evidence: dict[str, Any] | UnsetType = UNSET
 
 
-async def events_of(
+async def read_event_lines(
     engine: AsyncEngine, name: str, tenant: str | None = None
 ) -> list[StateChangeLine]:
     """Return the newest state changes of a policy's versions, oldest first.

@@ -214,7 +214,8 @@ class Pairs:
             self._pairs.append((by_side[0], by_side[1]))
             self.comparison.add_pair(*by_side)
 
-    def evaluation(self) -> EvaluationReport:
+    def report(self) -> EvaluationReport:
+        """Return the comparison so far, with its outcome and the reason for it."""
         outcome, reason = self._outcome()
         return EvaluationReport(
             new=self._job.new,

@@ -20,7 +20,7 @@ RESTART_S: Final = 0.2
 # After more short lives in a row than this, a process is given up: it cannot start.
 MOST_RESTARTS: Final = 5
 # A life is short if the process ends within this time.
-LIVED_S: Final = 60.0
+SHORT_LIFE_S: Final = 60.0
 LAST_BYTES: Final = 16 * 1024
 
 
@@ -128,7 +128,7 @@ class Process:
             if self._stopping:
                 return
             self._kill_group()
-            short_lives = short_lives + 1 if loop.time() - born < LIVED_S else 1
+            short_lives = short_lives + 1 if loop.time() - born < SHORT_LIFE_S else 1
             log.warning("process_ended", process=self.name, code=code, restarts=self.restarts)
             if short_lives > MOST_RESTARTS or code == 2:
                 self.failed = ProcessFailed(

@@ -25,7 +25,7 @@ class ProbeResult(Record, frozen=True, kw_only=True):
     """Differences between log-probabilities over all probe tokens, in nats per token.
 
     `mean_difference` and `largest_difference` are of |served − trainer|; `moved` is the largest
-    |served by the new version − served by the serving version|. `tokens` counts the probe tokens.
+    |served by the version − served by the other model|. `tokens` counts the probe tokens.
     """
 
     mean_difference: float
@@ -37,15 +37,16 @@ class ProbeResult(Record, frozen=True, kw_only=True):
 def compare_served(
     served: Sequence[Sequence[float]],
     trained: Sequence[Sequence[float]],
-    before: Sequence[Sequence[float]],
+    other: Sequence[Sequence[float]],
 ) -> ProbeResult:
-    """Compare a new version's served log-probabilities with the trainer's, and with `before`.
+    """Compare a version's served log-probabilities with the trainer's, and with `other`.
 
-    `before` are the values that the server gives under the serving version. Shapes: each is
-    (rows, S), the log-probabilities of each row's last tokens.
+    `other` are the values that the server gives under another model, which must differ: the serving
+    version or the base model. Shapes: each is (rows, S), the log-probabilities of each row's last
+    tokens.
     """
     differences = _differences(chain(*served), chain(*trained))
-    moved = _differences(chain(*served), chain(*before))
+    moved = _differences(chain(*served), chain(*other))
     return ProbeResult(
         mean_difference=sum(differences) / len(differences),
         largest_difference=max(differences),
@@ -58,7 +59,7 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     """Return why a version must not serve, or None if it may.
 
     `tolerance` bounds the mean difference. A NaN difference is rejected too. If the values are
-    exactly those of the serving version, the new one was not loaded: an update always moves the
+    exactly those of the other model, the version was not loaded: an update always moves the
     policy.
     """
     if not probe.mean_difference <= tolerance:
@@ -69,8 +70,8 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
         )
     if probe.moved == 0.0:
         return (
-            "the server answers under the new name exactly as under the old one: it did not load"
-            " the adapter"
+            "the server answers under the version's name exactly as under another model's: it did"
+            " not load the adapter"
         )
     return None
 

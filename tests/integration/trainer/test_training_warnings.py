@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.commands.policies import versions_of, versions_table
+from pawl.commands.policies import read_version_lines, versions_table
 from store.policy_table import parse_policies
 from store.version_states import ensure_base
 from tests.support.ledger.episodes import ingest
@@ -218,5 +218,5 @@ async def test_policies_show_warns_only_of_trained_policies(
     for number in range(3):
         await without_signal(engine, number)
     policies = parse_policies(f'[[policy]]\nbase = "q"\n{policy}', "policies.toml")
-    lines = await versions_of(engine, "m", policies, "default")
+    lines = await read_version_lines(engine, "m", policies, "default")
     assert shown in str(versions_table(lines).caption)

@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.policies import events_of
+from pawl.commands.policies import read_event_lines
 from pawl.controller.comparison import Comparison
 from pawl.controller.evaluating import Evaluate, Evaluations
 from pawl.controller.gate import Gate
@@ -168,7 +168,7 @@ async def changes(engine: AsyncEngine) -> list[tuple[str, str]]:
     """Return what the controller did, oldest first."""
     return [
         (line.version, line.to_state)
-        for line in await events_of(engine, "m")
+        for line in await read_event_lines(engine, "m")
         if line.actor == "controller"
     ]
 

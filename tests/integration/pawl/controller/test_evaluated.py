@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.commands.policies import events_of
+from pawl.commands.policies import read_event_lines
 from pawl.controller.comparison import ComparedEpisode, Comparison
 from pawl.controller.evaluating import Evaluations
 from pawl.controller.gate import Gate
@@ -108,7 +108,7 @@ async def test_evaluation_decides_about_a_version_before_it_has_traffic(
     serving = "retired" if becomes == "serving" else "serving"
     assert await states(engine) == {0: serving, 1: becomes, 2: child}
     assert await shares(engine) == ({0: RULE["control_share"]} if becomes == "serving" else {})
-    [event] = [line for line in await events_of(engine, "m") if line.evidence]
+    [event] = [line for line in await read_event_lines(engine, "m") if line.evidence]
     assert isinstance(event.evidence, dict)
     assert (event.version, event.to_state) == ("m@1", becomes)
     assert event.evidence["verdict"] == verdict
@@ -124,7 +124,7 @@ async def test_evaluated_version_waits_for_approval_with_a_single_event(
     await evaluated(engine, judge, evaluator)
     await judge.look(engine)
     assert await changes(engine) == [("m@1", "loaded")]
-    assert "pawl policies promote" in (await events_of(engine, "m"))[-1].reason
+    assert "pawl policies promote" in (await read_event_lines(engine, "m"))[-1].reason
     # A controller that has lost what it came to does not decide anew.
     lost = Evaluator(0.4, 0)
     lost.may_end.set()
@@ -207,7 +207,7 @@ async def test_version_not_evaluated_in_time_is_retired_and_failure_is_shown(
 
     await eventually(is_shown)
     await eventually(is_retired)
-    assert "nothing was scored" in (await events_of(engine, "m"))[-1].reason
+    assert "nothing was scored" in (await read_event_lines(engine, "m"))[-1].reason
     await judge.look(engine)
     assert not await is_shown()
 

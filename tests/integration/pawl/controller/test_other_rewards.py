@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.commands.policies import events_of
+from pawl.commands.policies import read_event_lines
 from pawl.controller.evidence import Evidence
 from pawl.controller.gate import Gate
 from store.records import Arm
@@ -51,19 +51,19 @@ async def test_changed_reward_restarts_a_trial_on_new_episodes_only(
     await earns(engine)
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "canary"}
-    [last] = (await events_of(engine, "m"))[-1:]
+    [last] = (await read_event_lines(engine, "m"))[-1:]
     assert (last.version, last.from_state, last.to_state) == ("m@1", "canary", "canary")
     assert (last.actor, "comparisons restart" in last.reason) == ("trainer", True)
     # Started again, a trainer changes nothing.
-    before = await events_of(engine, "m")
+    before = await read_event_lines(engine, "m")
     await earns(engine)
-    assert await events_of(engine, "m") == before
+    assert await read_event_lines(engine, "m") == before
     await pass_time(engine)
     worse: Arms = {("serving", 0): [0.6, 0.7], ("canary", 1): [0.1, 0.2]}
     await live(engine, worse, "b")
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back"}
-    lost = (await events_of(engine, "m"))[-1].evidence
+    lost = (await read_event_lines(engine, "m"))[-1].evidence
     assert isinstance(lost, dict)
     assert lost["figures"]["new"]["mean"] == pytest.approx(15.0)
 

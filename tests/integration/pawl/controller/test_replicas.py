@@ -18,7 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.commands.policies import versions_of
+from pawl.commands.policies import read_version_lines
 from pawl.controller.reconciler import FIRST_PAUSE_S, SETTLED_LOOKS, Reconciler
 from store import __version__
 from store.version_queries import (
@@ -300,7 +300,7 @@ async def test_version_is_not_given_up_while_servers_are_at_fault(
             await assert_has(await exits.enter_async_context(fake_model_server(port)), "m@1", "m@2")
         server.refused = set()
         await assert_has(server, "m@1", "m@2")
-    [_, one, _] = await versions_of(engine, "m", None, "default")
+    [_, one, _] = await read_version_lines(engine, "m", None, "default")
     assert not one.unloaded
 
 
@@ -439,7 +439,7 @@ async def test_version_with_altered_or_unread_files_is_loaded_after_repair_and_b
                 assert re.search(rf'outcome="{kind}",replica="{server.url}"}} [123]\.0', metrics)
                 shown = 'pawl_controller_altered_adapters{version="m@2"} 1.0' in metrics
                 assert shown is (kind == "altered")
-            [_, one, two] = await versions_of(engine, "m", None, "default")
+            [_, one, two] = await read_version_lines(engine, "m", None, "default")
             assert (one.altered, one.unread) == (False, False)
             assert (two.altered, two.unread) == (kind == "altered", kind == "unread")
             spoilt.close()

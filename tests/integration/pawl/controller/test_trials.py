@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
-from pawl.commands.policies import events_of
+from pawl.commands.policies import read_event_lines
 from pawl.controller.gate import Gate
 from pawl.controller.metrics import GATE_EPISODES
 from store.records import Arm, SpoolRecord
@@ -44,7 +44,7 @@ AT_ONCE = {**RULE, "decide_within_h": 0.5}
 
 
 async def last_event(engine: AsyncEngine) -> Any:
-    return (await events_of(engine, "m"))[-1]
+    return (await read_event_lines(engine, "m"))[-1]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ async def test_worse_version_is_rolled_back_and_its_descendants_are_rejected(
     await live(engine, {("serving", 0): GOOD, ("canary", 1): BAD})
     await judge.look(engine)
     assert await states(engine) == {0: "serving", 1: "rolled_back", 2: "rejected", 3: "written"}
-    [lost] = [line for line in await events_of(engine, "m") if line.to_state == "rolled_back"]
+    [lost] = [
+        line for line in await read_event_lines(engine, "m") if line.to_state == "rolled_back"
+    ]
     assert lost.reason == "scores lower than the old version"
     assert isinstance(lost.evidence, dict)
     assert lost.evidence["verdict"] == "worse"

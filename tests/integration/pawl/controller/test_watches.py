@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.commands.policies import events_of
+from pawl.commands.policies import read_event_lines
 from pawl.controller.gate import Gate
 from store.version_queries import why_held
 from store.version_states import freeze, mark_unloaded
@@ -62,7 +62,9 @@ async def test_reward_drop_rolls_back_every_version_since_the_control(
     fallen = dict.fromkeys((1, 2, 3), "rolled_back")
     after = {0: "serving", **fallen, 4: "rejected", 5: "written"}
     assert await states(engine) == after
-    events: Any = [line for line in await events_of(engine, "m") if line.actor == "controller"]
+    events: Any = [
+        line for line in await read_event_lines(engine, "m") if line.actor == "controller"
+    ]
     assert sorted(line.version for line in events) == ["m@0", "m@1", "m@2", "m@3", "m@4"]
     [lost] = [line for line in events if line.version == "m@3"]
     assert lost.reason == "scores lower than the old version"
@@ -225,7 +227,7 @@ async def test_reward_loss_in_a_task_family_is_reported_and_rolled_back_if_the_r
     for _ in range(2):
         await judge.look(engine)
     assert (await states(engine))[1] == ends
-    reasons = [line.reason for line in await events_of(engine, "m") if line.version == "m@1"]
+    reasons = [line.reason for line in await read_event_lines(engine, "m") if line.version == "m@1"]
     assert len([one for one in reasons if "loses more on the tasks 'sql'" in one]) == 1
 
 

@@ -13,11 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.commands import policy_traffic
 from pawl.commands.policies import (
-    events_of,
     events_table,
-    policies_of,
     policies_table,
-    versions_of,
+    read_event_lines,
+    read_policy_lines,
+    read_version_lines,
     versions_table,
 )
 from pawl.operator_moves import split_name
@@ -158,13 +158,13 @@ async def test_without_a_policy_file_each_model_name_is_a_policy(
 
 async def test_terminal_gets_a_table_of_policies(filled: AsyncEngine) -> None:
     table = parse_policies(FILE, "p.toml")
-    head, writer, *_ = printed(policies_table(await policies_of(filled, table, "d")))
+    head, writer, *_ = printed(policies_table(await read_policy_lines(filled, table, "d")))
     assert head.split() == list(WRITER)
     assert writer.split() == [
         *("writer", "trained", "qwen", "writer", "writer,", "prose", "ppo", "writer@1", "1", "2")
     ]
     explores = parse_policies(exploring(FILE), "p.toml")
-    shown = printed(policies_table(await policies_of(filled, explores, "d")), width=200)
+    shown = printed(policies_table(await read_policy_lines(filled, explores, "d")), width=200)
     assert shown[0].split()[-1] == "explore"
     assert shown[1].rstrip().endswith(EXPLORES)
     assert shown[2].rstrip().endswith("0")
@@ -230,7 +230,9 @@ async def test_policies_show_has_the_live_reward_of_each_version(
             await ingest(connection, [work, *paid])
     shown = [(one["live_reward"], one["live_episodes"]) for one in await lines(pawl, "show", "m")]
     assert shown == [(0.25, 4), (1.0, 1)]
-    table = printed(versions_table(await versions_of(engine, "m", None, "default")), width=200)
+    table = printed(
+        versions_table(await read_version_lines(engine, "m", None, "default")), width=200
+    )
     assert "live reward  of episodes" in table[0]
     [outlook] = [one["outlook"] for one in await lines(pawl, "show", "m") if "outlook" in one]
     assert outlook.startswith("about 5 of 6 episodes an hour count towards an update (of 6: 1 with")
@@ -239,7 +241,7 @@ async def test_policies_show_has_the_live_reward_of_each_version(
 
 async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None:
     base_line = ["m@0", "serving", "4", "4", "0.7500", "0.3006", "to", "0.9544"]
-    head, base = printed(versions_table(await versions_of(evaluated, "m", None, "default")))
+    head, base = printed(versions_table(await read_version_lines(evaluated, "m", None, "default")))
     assert head.startswith("version")
     assert base.split() == base_line
     await train(evaluated, "m", {"kl_to_base": 0.25, "tokens_per_second": 900, "mfu": 0.4})
@@ -247,7 +249,7 @@ async def test_terminal_gets_a_table_of_versions(evaluated: AsyncEngine) -> None
         '[[policy]]\nname = "m"\nbase = "m"\nexplore = { share = 0.1, temperature = 0.7 }', "p.toml"
     )
     head, base, trained, caption = printed(
-        versions_table(await versions_of(evaluated, "m", policies, "default"))
+        versions_table(await read_version_lines(evaluated, "m", policies, "default"))
     )
     assert head.split()[-5:] == ["KL", "to", "base", "tokens/s", "MFU"]
     assert base.split() == base_line
@@ -293,7 +295,7 @@ async def test_freezing_a_policy_writes_an_event_with_reason_and_actor(
     frozen = await pawl("policies", "freeze", "m", "--reason", "release day")
     assert frozen.stdout == "m is frozen\n"
     assert (await pawl("policies", "freeze", "m", "--off")).stdout == "m is no longer frozen\n"
-    said = [(event.reason, event.actor) for event in await events_of(line, "m")]
+    said = [(event.reason, event.actor) for event in await read_event_lines(line, "m")]
     assert ("frozen: release day", "operator") in said
 
 
@@ -303,7 +305,7 @@ async def test_operator_promotes_the_waiting_version_and_rolls_back_to_the_contr
     await load(line, 2)
     promoted = await pawl("policies", "promote", "m", "--reason", "seen by eye")
     assert promoted.stdout == "m@2 serves\n"
-    last = (await events_of(line, "m"))[-1]
+    last = (await read_event_lines(line, "m"))[-1]
     assert (last.reason, last.actor) == ("seen by eye", "operator")
     assert await states(line) == {0: "retired", 1: "retired", 2: "serving", 3: "written"}
     done = await pawl("policies", "rollback", "m@2", "--reason", "it swears")
@@ -340,7 +342,7 @@ async def test_promote_shows_a_waiting_versions_evidence_and_asks_to_confirm_in_
     promoted = await pawl("policies", "promote", "m")
     assert promoted.stdout == (f'm@2: {WAITS}\n{{"verdict":"better","episodes":120}}\nm@2 serves\n')
     # What was shown is the proof that it was promoted with.
-    assert (await events_of(line, "m"))[-1].evidence == BETTER
+    assert (await read_event_lines(line, "m"))[-1].evidence == BETTER
 
 
 async def test_policies_show_lists_arms_shares_and_the_reason_a_version_waits(
@@ -356,14 +358,14 @@ async def test_policies_show_lists_arms_shares_and_the_reason_a_version_waits(
         {"state": "retired", "unloaded": True},
         {"state": "loaded", "unloaded": False, "waits": WAITS, "evidence": BETTER},
     ]
-    table = printed(versions_table(await versions_of(line, "m", None, "default")), width=160)
+    table = printed(versions_table(await read_version_lines(line, "m", None, "default")), width=160)
     assert table[1].split()[:3] == ["m@0", "retired,", "control"]
     assert table[1].rstrip().endswith("0.0500")
     assert table[3].split()[:3] == ["m@2", "retired,", "unloaded"]
     assert f"m@3: {WAITS}" in " ".join(" ".join(table[5:]).split())
     events = await lines(pawl, "show", "m", "--events")
     assert list(events[0]) == ["at", "version", "from_state", "to_state", "reason", "actor"]
-    assert events_table(await events_of(line, "m")).row_count == len(events)
+    assert events_table(await read_event_lines(line, "m")).row_count == len(events)
 
 
 async def test_unloaded_version_is_recalled_and_promoted_after_servers_list_it(

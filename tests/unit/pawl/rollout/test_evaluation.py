@@ -49,7 +49,7 @@ def evaluated(count: int, new: Ended, old: Ended, **options: Any) -> EvaluationR
     for key in job.runs(tasks(count)):
         if pairs.verdict is None:
             pairs.add(key, new if key.policy == NEW else old)
-    return pairs.evaluation()
+    return pairs.report()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_unscored_run_does_not_count_in_its_pair() -> None:
     pairs = Pairs(job, runs)
     for key in runs:
         pairs.add(key, scored(1.0) if key.sample or key.policy == OLD else UNJUDGED)
-    found = pairs.evaluation()
+    found = pairs.report()
     assert (found.compared, found.figures.new.unscored, found.figures.difference) == (1, 1, 0.0)
 
 
@@ -130,7 +130,7 @@ def test_verdict_does_not_depend_on_the_order_in_which_runs_end() -> None:
         pairs = Pairs(job, runs)
         for key in chance.sample(runs, len(runs)):
             pairs.add(key, ends[key])
-        found.append(pairs.evaluation())
+        found.append(pairs.report())
     assert found[0].outcome == "better"
     assert all(one.figures == found[0].figures and one.tasks == found[0].tasks for one in found)
 
@@ -194,7 +194,7 @@ def test_evaluation_report_names_task_families_and_crashed_tasks() -> None:
     for key in runs:
         is_crash = key == RunKey("texts/3", 0, NEW)
         pairs.add(key, FAILED if is_crash else scored(float(key.policy == NEW)))
-    text = shown(pairs.evaluation())
+    text = shown(pairs.report())
     rows = [line.split() for line in text.splitlines()]
     assert rows.pop(0) == [NEW, "against", OLD]
     assert rows[0] == ["tasks", "@2", "@1", "difference", "interval", "failed", "unscored"]
