@@ -30,6 +30,7 @@ from benchmarks.chaos.trainer import trainer_kills
 from tests.support.controller.canary_kills import canary_kills
 from tests.support.faults.stand import CannotInjectFaults, standing
 from tests.support.trainer.scored_episodes import CASTS
+from tests.support.trainer.zygote import Zygote, zygote
 
 # Figures of a report that must be zero or empty.
 PROMISES: Final = (
@@ -97,14 +98,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_target(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Run the chosen target and test; return the reports by name."""
-    if options.target == "trainer":
-        how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
-        return trainer_kills(folder, options.kills, options.seed, **how)
-    if options.target in ("canaries", "evaluated"):
-        mode: Literal["canary", "evaluated"] = (
-            "evaluated" if options.target == "evaluated" else "canary"
-        )
-        return canary_kills(folder, options.kills, options.seed, mode)
+    if options.target != "proxy":
+        with zygote(folder / "zygote.log") as forks:
+            return kill_forks(options, forks, folder)
     has_faults = not (options.outage or options.feedback or options.plain)
     with standing(folder, workers=2, faults=has_faults) as stand:
         if options.feedback:
@@ -112,6 +108,19 @@ def run_target(options: argparse.Namespace, folder: Path) -> dict[str, dict[str,
         if options.outage:
             return {"outage": asyncio.run(measure_outage(stand, options.outage))}
         return {"kills": asyncio.run(kill_under_load(stand, options.kills, options.seed))}
+
+
+def kill_forks(
+    options: argparse.Namespace, forks: Zygote, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Run a target whose processes are forked, which start in no time."""
+    if options.target == "trainer":
+        how = {"policies": options.policies, "shared": options.shared, "plain": options.plain}
+        return trainer_kills(forks, folder, options.kills, options.seed, **how)
+    mode: Literal["canary", "evaluated"] = (
+        "evaluated" if options.target == "evaluated" else "canary"
+    )
+    return canary_kills(forks, folder, options.kills, options.seed, mode)
 
 
 def broken_promises(report: dict[str, Any]) -> list[str]:

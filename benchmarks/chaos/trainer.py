@@ -40,7 +40,7 @@ from store.embedded import EmbeddedPostgres
 from store.schema.tables import SERVABLE
 from tests.support.faults.stand import kill_and_start
 from tests.support.trainer.scored_episodes import POLICIES_TOML, recipe_toml, trained
-from tests.support.trainer.zygote import GONE_S, Zygote, zygote
+from tests.support.trainer.zygote import GONE_S, Zygote
 from trainer.publishing.adapters import read_manifest
 
 # Kills for each update: most lives end before they finish an update.
@@ -136,6 +136,7 @@ class Task(NamedTuple):
 
 
 def trainer_kills(
+    forks: Zygote,
     folder: Path,
     kills: int,
     seed: int,
@@ -155,11 +156,13 @@ def trainer_kills(
     dice = {name: random.Random(seed + n) for n, name in enumerate(trained(policies))}
     task = Task(folder, updates, seed, policies, shared, beside)
     return compare_runs(
-        task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s)
+        forks, task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s)
     )
 
 
-def compare_runs(task: Task, disturb: Callable[["Run", float], None]) -> dict[str, dict[str, Any]]:
+def compare_runs(
+    forks: Zygote, task: Task, disturb: Callable[["Run", float], None]
+) -> dict[str, dict[str, Any]]:
     """Train a ledger twice, the second time while `disturb` disturbs each run; return reports.
 
     `disturb` also gets the seconds that an undisturbed update takes. There is a report for each
@@ -170,25 +173,22 @@ def compare_runs(task: Task, disturb: Callable[["Run", float], None]) -> dict[st
     postgres = EmbeddedPostgres(task.folder)
     postgres.ensure_running()
     try:
-        with zygote(task.folder / "zygote.log") as forks:
-            database = Database(postgres)
-            calm_places = _places(task, "calm", database, alone)
-            places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
-            _make_ledgers(forks, task, [calm_places[0].database_url, places[0].database_url])
-            with ServerAndController(forks, database, calm_places[0], names, None) as beside:
-                runs = [Run(forks, database, place, beside) for place in calm_places]
-                calm = _to_their_ends(runs, lambda _: None)
+        database = Database(postgres)
+        calm_places = _places(task, "calm", database, alone)
+        places = _places(task, "killed", database, [tuple(names)] if task.shared else alone)
+        _make_ledgers(forks, task, [calm_places[0].database_url, places[0].database_url])
+        with ServerAndController(forks, database, calm_places[0], names, None) as beside:
+            runs = [Run(forks, database, place, beside) for place in calm_places]
+            calm = _to_their_ends(runs, lambda _: None)
 
-            def disturbed(run: Run) -> None:
-                disturb(run, max(calm[name].update_s for name in run.place.names))
+        def disturbed(run: Run) -> None:
+            disturb(run, max(calm[name].update_s for name in run.place.names))
 
-            with ServerAndController(
-                forks, database, places[0], names, task.kills_beside
-            ) as beside:
-                runs = [Run(forks, database, place, beside) for place in places]
-                killed = _to_their_ends(runs, disturbed)
-                beside.kill_in_the_end(random.Random(task.seed))
-            ledger = asyncio.run(_ledger_report(places[0], names))
+        with ServerAndController(forks, database, places[0], names, task.kills_beside) as beside:
+            runs = [Run(forks, database, place, beside) for place in places]
+            killed = _to_their_ends(runs, disturbed)
+            beside.kill_in_the_end(random.Random(task.seed))
+        ledger = asyncio.run(_ledger_report(places[0], names))
     finally:
         postgres.stop()
     reports = {name: _policy_report(task.updates, calm[name], killed[name]) for name in names}

@@ -34,7 +34,7 @@ from store.versions import PolicyEvent, PolicyState, PolicyVersion
 from tests.support.faults.ledger import Scrapes, drained, kept
 from tests.support.faults.stand import PARTS, NotReady, Stand
 from tests.support.trainer.scored_episodes import BASE, MEMBERS, recipe_toml, write_model
-from tests.support.trainer.zygote import Zygote, zygote
+from tests.support.trainer.zygote import Zygote
 
 # Each as often as its place in the list.
 VICTIMS: Final = (
@@ -103,7 +103,11 @@ class NothingTried(Exception):
 
 
 def canary_kills(
-    folder: Path, kills: int, seed: int, mode: Literal["canary", "evaluated"] = "canary"
+    forks: Zygote,
+    folder: Path,
+    kills: int,
+    seed: int,
+    mode: Literal["canary", "evaluated"] = "canary",
 ) -> dict[str, dict[str, Any]]:
     """Kill so many times; what became of the versions, the calls and the rewards.
 
@@ -114,19 +118,18 @@ def canary_kills(
         NotUp: the model server did not come up.
     """
     write_model(folder / "model")
-    with zygote(folder / "zygote.log") as forks:
-        parts = Parts(forks, folder)
-        recipe = RECIPE
-        if mode == "evaluated":
-            tasks = [json.dumps({"id": f"t-{n}", "right": "yes"}) for n in range(TASKS)]
-            (folder / "tasks.jsonl").write_text("\n".join(tasks))
-            asked = EVALUATION.format(tasks=folder / "tasks.jsonl", port=parts.stand.port)
-            recipe = RECIPE.replace('mode = "canary"', 'mode = "evaluated"') + asked
-        (folder / "recipe.toml").write_text(recipe)
-        try:
-            return {mode: asyncio.run(_run(parts, kills, seed))}
-        finally:
-            parts.stand.postgres.stop()
+    parts = Parts(forks, folder)
+    recipe = RECIPE
+    if mode == "evaluated":
+        tasks = [json.dumps({"id": f"t-{n}", "right": "yes"}) for n in range(TASKS)]
+        (folder / "tasks.jsonl").write_text("\n".join(tasks))
+        asked = EVALUATION.format(tasks=folder / "tasks.jsonl", port=parts.stand.port)
+        recipe = RECIPE.replace('mode = "canary"', 'mode = "evaluated"') + asked
+    (folder / "recipe.toml").write_text(recipe)
+    try:
+        return {mode: asyncio.run(_run(parts, kills, seed))}
+    finally:
+        parts.stand.postgres.stop()
 
 
 class Parts:

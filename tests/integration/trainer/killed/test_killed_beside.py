@@ -7,16 +7,19 @@ import pytest
 from benchmarks.chaos.__main__ import broken_promises
 from benchmarks.chaos.trainer import trainer_kills
 from tests.support.trainer.scored_episodes import BASE
+from tests.support.trainer.zygote import Zygote
 
 KILLS = 15
 BESIDE = 6
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(900)
 def test_random_kills_of_trainer_model_server_and_controller_change_no_result(
+    forks: Zygote,
     tmp_path: Path,
 ) -> None:
-    found = trainer_kills(tmp_path, KILLS, 3)
+    found = trainer_kills(forks, tmp_path, KILLS, 3)
     for report in found.values():
         assert broken_promises(report) == []
     assert found[BASE]["kills"] == KILLS - BESIDE

@@ -6,16 +6,19 @@ import pytest
 
 from benchmarks.chaos.trainer import Task, compare_runs
 from tests.support.trainer.scored_episodes import BASE
+from tests.support.trainer.zygote import Zygote
 
 UPDATES = 14
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(900)
 def test_trainer_killed_at_every_step_boundary_writes_the_same_version_files(
+    forks: Zygote,
     tmp_path: Path,
 ) -> None:
     task = Task(tmp_path, UPDATES, 1)
-    found = compare_runs(task, lambda run, _: run.kill_at_each_boundary())[BASE]
+    found = compare_runs(forks, task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
         assert found[promise] == [], promise
     assert found["by_themselves"] == []

@@ -5,18 +5,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.trainer import trainer_kills
+from tests.support.trainer.zygote import Zygote
 
 KILLS = 8
 UPDATES = 4
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [False, True])
 def test_trainers_of_two_policies_killed_at_random_write_the_same_version_files(
-    tmp_path: Path, shared: bool
+    forks: Zygote, tmp_path: Path, shared: bool
 ) -> None:
     """A trainer for each, each killed apart from the other; or one trainer of both."""
-    found = trainer_kills(tmp_path, KILLS, 3, policies=2, shared=shared, plain=True)
+    found = trainer_kills(forks, tmp_path, KILLS, 3, policies=2, shared=shared, plain=True)
     for policy in ("writer", "checker"):
         report = found[policy]
         for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
