@@ -12,7 +12,7 @@ from store import version_states
 from store.ids import new_id
 from store.schema.tables import policies, policy_events, updates
 from store.version_states import (
-    ALLOWED,
+    ALLOWED_TRANSITIONS,
     STATES_WITHOUT_TRAFFIC,
     add_version,
     ensure_base,
@@ -83,7 +83,7 @@ def path_to(start: PolicyState, end: PolicyState) -> list[PolicyState]:
     paths: dict[PolicyState, list[PolicyState]] = {start: []}
     waiting = [start]
     for state in waiting:
-        for following in sorted(ALLOWED[state]):
+        for following in sorted(ALLOWED_TRANSITIONS[state]):
             if following not in paths:
                 paths[following] = [*paths[state], following]
                 waiting.append(following)

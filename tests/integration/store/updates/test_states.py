@@ -16,7 +16,7 @@ from store.errors import RolledBack, StateChanged, UnknownPolicy, WrongVersionSt
 from store.read.gates import read_gated_policy, served_since
 from store.version_queries import list_events, list_servable, list_versions, why_held
 from store.version_states import (
-    ALLOWED,
+    ALLOWED_TRANSITIONS,
     add_version,
     begin_canary,
     change_state,
@@ -103,8 +103,10 @@ async def put(connection: AsyncConnection, state: PolicyState) -> None:
 
 
 def test_each_allowed_change_of_a_versions_state_has_a_function() -> None:
-    assert set(MOVES) == {(before, to) for before in ALLOWED for to in ALLOWED[before]}
-    assert set(ALLOWED) == set(POLICY_STATES)
+    assert set(MOVES) == {
+        (before, to) for before in ALLOWED_TRANSITIONS for to in ALLOWED_TRANSITIONS[before]
+    }
+    assert set(ALLOWED_TRANSITIONS) == set(POLICY_STATES)
     assert len(POLICY_STATES) == 7
 
 
@@ -130,7 +132,7 @@ async def test_forbidden_change_of_a_versions_state_is_refused(
     async with engine.begin() as connection:
         await put(connection, before)
     were = await states(engine), await told(engine)
-    for to in set(POLICY_STATES) - ALLOWED[before] - {before}:
+    for to in set(POLICY_STATES) - ALLOWED_TRANSITIONS[before] - {before}:
         with pytest.raises((StateChanged, RolledBack), match=f"cannot become '{to}'"):
             async with engine.begin() as connection:
                 await set_one(connection, "m", 1, to, **BY)
