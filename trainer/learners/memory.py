@@ -8,6 +8,7 @@ are counted.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -248,24 +249,23 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
     Raises:
         LearnerError: a layer cannot be run on the meta device.
     """
-    decoder = decoder_of(base)
+    layers = layers_of(base)
+    if not layers:
+        raise LearnerError(f"{type(base).__name__} has no list of layers: it cannot be trained")
+    kinds = [_kind(layer) for layer in layers]
     calls: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-    kinds = []
 
     def note(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        shapes = ((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        kind = (type(layer), *shapes)
-        kinds.append(kind)
-        calls.setdefault(kind, (layer, inputs, named))
+        calls.setdefault(_kind(layer), (layer, inputs, named))
+        if len(calls) == len(set(kinds)):
+            raise _EachKindCalled
 
-    if not layers_of(base):
-        raise LearnerError(f"{type(base).__name__} has no list of layers: it cannot be trained")
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers_of(base)]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     base.eval()
     known = [*base.parameters(), *base.buffers()]
     try:
-        with torch.no_grad():
-            decoder(
+        with torch.no_grad(), suppress(_EachKindCalled):
+            decoder_of(base)(
                 input_ids=torch.zeros(1, MEASURED_TOKENS, dtype=torch.long, device="meta"),
                 position_ids=torch.arange(MEASURED_TOKENS, device="meta")[None],
                 use_cache=False,
@@ -279,6 +279,15 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
             f" torch's meta device: {error}"
         ) from error
     return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
+
+
+class _EachKindCalled(Exception):
+    """A layer of each kind was called: what the others are called with is the same."""
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """Return what layers have in common that take the same memory."""
+    return type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters())
 
 
 def _measure_layer(
