@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -20,9 +21,11 @@ from trainer.errors import OUT_OF_MEMORY, TOO_LONG, ShortOfMemory, Unusable
 from trainer.learners import model, scoring
 from trainer.learners.kernels.layers import SwiGlu
 from trainer.learners.learner import Learner
-from trainer.learners.model import is_checkpointed
+from trainer.learners.model import Base, is_checkpointed
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
+
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "grpo": recipe,
@@ -31,7 +34,41 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def learner(model: str, folder: Path, name: str = "grpo", tokens: int = 256) -> Learner:
+# Each learner, and each pass in which memory runs out.
+STAGES = [("grpo", "forward"), ("ppo", "backward"), ("sft", "forward"), ("grpo", "backward")]
+
+
+class Calm(NamedTuple):
+    """What a first update comes to that has memory enough."""
+
+    parameters: list[torch.Tensor]
+    loss: float
+    tokens: int
+    version: Path
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model: str) -> Base:
+    """The base of all learners, each of which takes it from the one before."""
+    return Base(tiny_model, recipe())
+
+
+@pytest.fixture(scope="module")
+def calm(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Calm]:
+    """Return what a recipe's first update comes to; it takes the base."""
+
+    @cache
+    def of(name: str) -> Calm:
+        folder = tmp_path_factory.mktemp(name)
+        made = learner(base, folder, name)
+        loss = made.update(rows())["loss"]
+        parameters = [parameter.clone() for parameter in made._model.parameters()]
+        return Calm(parameters, loss, made._budget.tokens, saved(made, folder / "calm"))
+
+    return of
+
+
+def learner(model: str | Base, folder: Path, name: str = "grpo", tokens: int = 256) -> Learner:
     """A learner whose micro-batches have several rows."""
     made = RECIPES[name](steps=2)
     batch = made.batch.model_copy(update={"micro_batch_tokens": tokens})
@@ -81,33 +118,35 @@ def test_layers_are_checkpointed_under_any_list_name(
     assert is_checkpointed(made._model.get_base_model())
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "stage"), STAGES)
 def test_update_attempt_that_ran_out_of_memory_leaves_no_trace(
-    tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    base: Base,
+    calm: Callable[[str], Calm],
+    tmp_path: Path,
+    name: str,
+    stage: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
+    wanted, short = calm(name), learner(base, tmp_path, name)
     owner, method = {
         "forward": (short._trainer, "loss_of"),
         "backward": (short._trainer.accelerator, "backward"),
     }[stage]
     monkeypatch.setattr(owner, method, once(getattr(owner, method), 1))
-    found = [made.update(rows()) for made in (calm, short)]
-    for one, other in zip(calm._model.parameters(), short._model.parameters(), strict=True):
+    found = short.update(rows())
+    for one, other in zip(wanted.parameters, short._model.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
+    assert found["loss"] == pytest.approx(wanted.loss, rel=1e-4)
     # Afterwards micro-batches are as large as ever.
-    for made in (calm, short):
-        made.update(rows(1))
-    assert short._budget.tokens == calm._budget.tokens
+    short.update(rows(1))
+    assert short._budget.tokens == wanted.tokens
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "stage"), STAGES)
 def test_failed_update_attempt_holds_no_memory_in_the_next_attempt(
-    tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = learner(tiny_model, tmp_path, name)
+    made = learner(base, tmp_path, name)
     kept: list[Any] = []
     alive: list[int] = []
     take, forward = made._step.take, SwiGlu.forward
@@ -131,22 +170,23 @@ def test_failed_update_attempt_holds_no_memory_in_the_next_attempt(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_half_applied_optimizer_step_is_undone(
-    tiny_model: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
-    parents = [saved(made, tmp_path / str(number)) for number, made in enumerate((calm, short))]
-    for made, parent in zip((calm, short), parents, strict=True):
-        made.restore(parent)
+    short = learner(base, tmp_path, name)
+    parent = saved(short, tmp_path / "1")
+    short.restore(parent)
+    short.update(rows())
+    calm = saved(short, tmp_path / "calm")
+    short.restore(parent)
     with monkeypatch.context() as patched:
         optimizer = short._trainer.optimizer
         patched.setattr(optimizer, "step", half_step(optimizer))
         with pytest.raises(Unusable, match="memory") as raised:
             short.update(rows())
     assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
-    short.restore(parents[1])
-    for made in (calm, short):
-        made.update(rows())
-    assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
+    short.restore(parent)
+    short.update(rows())
+    assert same(calm, saved(short, tmp_path / "short"))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +202,9 @@ def test_too_little_memory_for_a_learner_is_reported_with_the_remedy(
 
 @pytest.mark.parametrize("what", ["restore", "write_test_adapter"])
 def test_too_little_memory_for_an_adapter_is_reported_with_the_remedy(
-    tiny_model: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = learner(tiny_model, tmp_path)
+    made = learner(base, tmp_path)
     parent = saved(made, tmp_path / "1")
 
     def again() -> None:
@@ -218,20 +258,23 @@ PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_running_out_of_memory_names_the_remedy_and_costs_no_episode(
-    tiny_model: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    base: Base,
+    calm: Callable[[str], Calm],
+    tmp_path: Path,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the trainer would neither hold nor free the update's episodes, but end."""
-    calm, short = (learner(tiny_model, tmp_path) for _ in range(2))
+    wanted, short = calm("grpo"), learner(base, tmp_path)
     where, ask = PLACES[place]
     with monkeypatch.context() as patched:
         patched.setattr(where, full)
         with pytest.raises(ShortOfMemory, match="micro_batch_tokens") as raised:
             ask(short)
     assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
-    for made in (calm, short):
-        made.restore(None)
-        made.update(rows())
-    assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
+    short.restore(None)
+    short.update(rows())
+    assert same(wanted.version, saved(short, tmp_path / "short"))
 
 
 def ten_times(row: Row) -> Row:
@@ -240,10 +283,10 @@ def ten_times(row: Row) -> Row:
 
 
 def test_row_ten_times_too_long_is_blamed_on_its_own_episode_alone(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = max(len(row.ids) for row in rows())
-    made = learner(tiny_model, tmp_path, tokens=10 * most)
+    made = learner(base, tmp_path, tokens=10 * most)
     loss_of = made._trainer.loss_of
 
     def with_little_room(batch: Sequence[Row]) -> torch.Tensor:
@@ -264,11 +307,11 @@ def test_row_ten_times_too_long_is_blamed_on_its_own_episode_alone(
 
 @pytest.mark.parametrize("stage", ["view", "training"])
 def test_row_too_long_for_ppo_is_blamed_on_its_own_episode_alone(
-    tiny_model: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it could be looked at before: that takes less memory than training on it."""
     most = max(len(row.ids) for row in rows())
-    made = learner(tiny_model, tmp_path, "ppo", tokens=10 * most)
+    made = learner(base, tmp_path, "ppo", tokens=10 * most)
     name = "initial_values" if stage == "view" else "loss_of"
     real = getattr(made._trainer, name)
 
@@ -286,11 +329,11 @@ def test_row_too_long_for_ppo_is_blamed_on_its_own_episode_alone(
 
 
 def test_row_too_long_to_be_scored_is_blamed_on_its_own_episode_alone(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log-probabilities are not known: it cannot be tried by training on it."""
     most = max(len(row.ids) for row in rows())
-    made = learner(tiny_model, tmp_path, tokens=10 * most)
+    made = learner(base, tmp_path, tokens=10 * most)
     real = scoring.score_rows
 
     def with_little_room(model: Any, batch: Sequence[Row], **options: Any) -> Any:
