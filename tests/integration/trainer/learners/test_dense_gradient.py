@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -150,6 +150,7 @@ class Dense:
 
     def gradients(self, batch: Sequence[Row]) -> tuple[dict[str, Tensor], list[bool]]:
         """The gradient of the truncated loss by parameter, and where a ratio was truncated."""
+        self.model.zero_grad()
         cut = []
         for one in batch:
             logprobs = self.logprobs(one)
@@ -179,15 +180,28 @@ def _no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "MAX_GRAD_NORM", 1e9)
 
 
-def learner(model: str, folder: Path) -> Learner:
-    """A learner whose adapter has an effect."""
+class Prepared(NamedTuple):
+    """A learner, a version of it whose adapter has an effect, and the loop for this version."""
+
+    learner: Learner
+    version: Path
+    dense: Dense
+
+
+@pytest.fixture(scope="module")
+def prepared(model: str, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    be_deterministic()
     rule = recipe()
     changed = {
         "off_policy": rule.off_policy.model_copy(update={"ratio_cap": CAP}),
     }
+    folder = tmp_path_factory.mktemp("prepared")
     made = Learner(model, rule.model_copy(update=changed), seed=0, scratch=folder)
     shake(made)
-    return made
+    version = folder / "1"
+    version.mkdir()
+    made.save(version)
+    return Prepared(made, version, Dense(model, version))
 
 
 def gradients_in_an_update(made: Learner, batch: Sequence[Row]) -> dict[str, Tensor]:
@@ -203,12 +217,12 @@ def gradients_in_an_update(made: Learner, batch: Sequence[Row]) -> dict[str, Ten
 
 
 def wanted_rows(settings: Sequence[dict[str, Any]]) -> list[Row]:
-    """Four groups with a prompt each; the settings take turns."""
+    """Groups of four with a prompt each, a row and more for each of the settings in turns."""
     return [
         msgspec.structs.replace(
             one, distribution=msgspec.structs.replace(PLAIN, **settings[n % len(settings)])
         )
-        for n, one in enumerate(made_rows(groups=4))
+        for n, one in enumerate(made_rows(groups=2 + len(settings) // 7))
     ]
 
 
@@ -217,15 +231,12 @@ WAYS = {name: [settings] for name, settings in EACH.items()} | {"one batch": [*E
 
 @pytest.mark.parametrize("way", WAYS)
 def test_updates_gradient_equals_a_dense_loop(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    be_deterministic()
     monkeypatch.setitem(CHUNK, "cpu", 3 * WORDS)
-    made = learner(model, tmp_path)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    made.save(adapter)
-    dense, chance = Dense(model, adapter), random.Random(0)
+    made, version, dense = prepared
+    made.restore(version)
+    chance = random.Random(0)
     spelled = Vocabulary(made._tokenizer, made._model).with_token_ids(wanted_rows(WAYS[way]))
     batch = [dense.sample(one, chance) for one in spelled]
     aim, cut = dense.gradients(batch)
