@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ LEARNERS = {
 }
 POLICIES = "two policies"
 LOADING = "loading"
+# What a process fails with, and how many there are.
+FAILING = [("memory", 2), ("fault", 2), ("memory", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +61,22 @@ def models(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 def launched(
     tiny_model: str, models: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folders of all programs, which ran one after another in the same two processes.
+    """The folders of all programs, which ran one after another in two or three processes.
 
-    `accelerate launch`, as a user with two GPUs would, on the CPU.
+    `accelerate launch`, as a user with three GPUs would, on the CPU.
     """
     folder = tmp_path_factory.mktemp("launched")
-    programs: list[tuple[str, int, list[str]]] = [
-        ("two_processes", free_port(), [model, str(folder / name), name])
-        for name, model in models.items()
-    ]
-    programs.append(("two_policies", free_port(), [tiny_model, str(folder / POLICIES)]))
     large = write_large_model(tmp_path_factory.mktemp("large"))
-    programs.append(("loading", free_port(), [large, str(folder / LOADING)]))
-    launch(2, [*programs, *failing(tiny_model, folder)])
+    programs = [
+        *(("two_processes", 2, [model, folder / name, name]) for name, model in models.items()),
+        ("two_policies", 2, [tiny_model, folder / POLICIES]),
+        ("loading", 2, [large, folder / LOADING]),
+        *(
+            ("failing", processes, [tiny_model, folder / f"{kind} of {processes}", kind])
+            for kind, processes in FAILING
+        ),
+    ]
+    launch(programs)
     return folder
 
 
@@ -83,19 +89,16 @@ def write_large_model(folder: Path) -> str:
     return str(folder)
 
 
-def failing(model: str, folder: Path) -> list[tuple[str, int, list[str]]]:
-    return [
-        ("failing", free_port(), [model, str(folder / kind), kind]) for kind in ("memory", "fault")
+def launch(programs: Sequence[tuple[str, int, list[Any]]]) -> None:
+    for _, _, (_, folder, *_) in programs:
+        folder.mkdir()
+    given = [
+        (module, processes, free_port(), list(map(str, arguments)))
+        for module, processes, arguments in programs
     ]
-
-
-def launch(processes: int, programs: list[tuple[str, int, list[str]]]) -> None:
-    for _, _, arguments in programs:
-        Path(arguments[1]).mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH]
-    command += ["--num_processes", str(processes), "--multi_gpu"]
-    command += ["--main_process_port", str(free_port())]
-    command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
+    command += ["--num_processes", "3", "--multi_gpu", "--main_process_port", str(free_port())]
+    command += ["-m", "tests.support.distributed.launched", json.dumps(given)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     # Freed tensors go back at once, so that a process's memory is what it holds.
     environment |= {"MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -248,21 +251,16 @@ def test_process_without_memory_for_a_policy_stops_no_other_policy(
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [2, 3])
 def test_failing_process_keeps_no_other_process_waiting(
-    tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest, processes: int
+    tiny_model: str, launched: Path, tmp_path: Path
 ) -> None:
-    if processes == 2:
-        folder = request.getfixturevalue("launched")
-    else:
-        folder = tmp_path
-        launch(processes, failing(tiny_model, folder))
     one = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path / "scratch")
     one.update(rows(0))
     one.save(tmp_path)
     ours = load_file(tmp_path / "adapter_model.safetensors")
-    for kind in ("memory", "fault"):
-        outcomes = json.loads((folder / kind / "outcomes.json").read_text())
+    for kind, processes in FAILING:
+        folder = launched / f"{kind} of {processes}"
+        outcomes = json.loads((folder / "outcomes.json").read_text())
         assert len(outcomes) > 15
         assert max(seconds for _, seconds in outcomes) < 60
         ends = [outcome for outcome, _ in outcomes]
@@ -272,6 +270,6 @@ def test_failing_process_keeps_no_other_process_waiting(
             assert ends.count("trained") > len(ends) / 2
         else:
             assert all("a fault" in end for end in ends[:-1])
-        theirs = load_file(folder / kind / "adapter_model.safetensors")
+        theirs = load_file(folder / "adapter_model.safetensors")
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).abs().max() < 1e-6, name
