@@ -55,10 +55,10 @@ class RefusalLog:
         self._lines = 0
         self._left_out = 0
 
-    def note(
+    def log_refusal(
         self, status: int, reason: str | None, path: str, key: str | None, client: str | None
     ) -> None:
-        """Log a refusal: the path without ids, the key's name and the client's address if known."""
+        """Log a refusal with 401 or 403; `path` has no ids, and `key` is the API key's name."""
         if status not in LOGGED_STATUSES:
             return
         now = self._clock()
@@ -73,12 +73,12 @@ class RefusalLog:
             "refused", status=status, reason=reason, path=path, key=key, client=client, **more
         )
 
-    def note_error(
+    def log_error(
         self, error: ProxyError, path: str, client: str | None, key: str | None = None
     ) -> None:
-        """Log a refusal by its error; the key's name in an `OutOfScope` overrides `key`."""
+        """Log a refusal by its error; an `OutOfScope` error's own key name overrides `key`."""
         name = error.key if isinstance(error, OutOfScope) else key
-        self.note(error.status, error.code, path, name, client)
+        self.log_refusal(error.status, error.code, path, name, client)
 
 
 # One for each process, like its metrics.
@@ -100,7 +100,7 @@ def send_error(
     if error.status in LOGGED_STATUSES:
         # Only requests to served paths are refused with these statuses.
         label = find_route(exchange.method, exchange.target.partition("?")[0]).label
-        REFUSALS.note_error(error, label, exchange.peer, exchange.key_name)
+        REFUSALS.log_error(error, label, exchange.peer_address, exchange.key_name)
     if exchange.started:
         exchange.tear()
         return
@@ -117,7 +117,7 @@ def send_internal_error(
     exchange: Exchange, *, errors: ErrorShape | None = None, headers: Headers | None = None
 ) -> None:
     """Answer 500 for an unforeseen failure, or cut off a reply that has begun; then close."""
-    if not exchange.open:
+    if not exchange.is_open:
         REFUSED.labels(Unexpected.__name__).inc()
         return
     exchange.keep_alive = False

@@ -43,9 +43,9 @@ from store.tenants import bare, name_in_same_tenant
 
 log = structlog.get_logger()
 
-FOLDER: Final = "keys"
+KEYS_FOLDER: Final = "keys"
 # Clients repeat within minutes; APIs with idempotency keys commonly promise a day.
-KEEP_S: Final = 86_400.0
+KEEP_KEYS_S: Final = 86_400.0
 # At most so many of the newest keys are kept: each link takes an inode.
 MAX_KEYS: Final = 200_000
 
@@ -55,10 +55,10 @@ class KeyFiles:
 
     def __init__(self, spool_dir: Path) -> None:
         """Use the folder `keys` of `spool_dir`, which is created with the first key."""
-        self._folder = spool_dir / FOLDER
+        self._folder = spool_dir / KEYS_FOLDER
 
-    def take(self, key: str, body_hash: str) -> str | None:
-        """Reserve a key for a body; return the hash that has it already, or None if it was free.
+    def reserve(self, key: str, body_hash: str) -> str | None:
+        """Reserve a key for a body; return the body hash that it has already, None if it was free.
 
         A disk failure is logged, and the key counts as free: the database recognises repeats, too.
         """
@@ -73,14 +73,14 @@ class KeyFiles:
             log.error("idempotency_key_not_kept", reason=str(error))
         return None
 
-    def give_back(self, key: str) -> None:
+    def free(self, key: str) -> None:
         """Free a key whose body was not recorded; a disk failure is logged."""
         try:
             self._path(key).unlink(missing_ok=True)
         except OSError as error:
             log.error("idempotency_key_not_freed", reason=str(error))
 
-    def clean(self, now: float | None = None) -> int:
+    def delete_old(self, now: float | None = None) -> int:
         """Delete keys older than a day, and all but the newest `MAX_KEYS`; return how many.
 
         `now` is Unix time in seconds, by default the present.
@@ -92,7 +92,7 @@ class KeyFiles:
                 with suppress(FileNotFoundError):
                     links.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
         links.sort(reverse=True)
-        oldest = (time.time() if now is None else now) - KEEP_S
+        oldest = (time.time() if now is None else now) - KEEP_KEYS_S
         old = [path for number, (at, path) in enumerate(links) if number >= MAX_KEYS or at < oldest]
         for path in old:
             with suppress(FileNotFoundError):
@@ -128,7 +128,7 @@ class _Running(msgspec.Struct):
 
 
 class IdempotencyStore:
-    """Recognise repeated keys by one worker's memory, the machine's files and the database."""
+    """Recognise repeated idempotency keys by memory, the machine's files and the database."""
 
     def __init__(self, files: KeyFiles, lookup: Lookup) -> None:
         """Begin with no key in memory; look keys up in `files` and by `lookup`."""
@@ -172,7 +172,7 @@ class IdempotencyStore:
             if remembered_hash != body_hash:
                 raise _reused(key)
             return await record_body(True)
-        linked_hash = await asyncio.to_thread(self._files.take, key, body_hash)
+        linked_hash = await asyncio.to_thread(self._files.reserve, key, body_hash)
         if linked_hash is not None and linked_hash != body_hash:
             raise _reused(key)
         stored = await self._lookup.ask(
@@ -180,14 +180,14 @@ class IdempotencyStore:
         )
         if stored and body_hash not in stored:
             if linked_hash is None:
-                await asyncio.to_thread(self._files.give_back, key)
+                await asyncio.to_thread(self._files.free, key)
             raise _reused(key)
         try:
             answer = await record_body(bool(stored))
         except SpoolFull:
             # Nothing was recorded, so the client may use the key again, for any body.
             if linked_hash is None:
-                await asyncio.to_thread(self._files.give_back, key)
+                await asyncio.to_thread(self._files.free, key)
             raise
         self._body_hashes[key] = body_hash
         if len(self._body_hashes) > MAX_REMEMBERED:

@@ -119,7 +119,7 @@ def _check_allowed(
             "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
             code="model_delete_not_allowed",
         )
-    if route.manages_account and upstreams.keyed:
+    if route.manages_account and upstreams.sends_own_key:
         raise NotAllowed(
             f"{exchange.method} {route.path} manages the account at the provider, and this "
             "proxy would send it with its own API key. Send it to the provider directly",

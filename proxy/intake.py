@@ -21,7 +21,7 @@ from proxy.http.exchange import Exchange
 from store.values.documents import MAX_DEPTH, Size, nests_too_deep, size_bound, size_of
 
 # Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
-SMALL: Final = 4 * 2**20
+SMALL_BYTES: Final = 4 * 2**20
 # 1 / `RESERVED_DIVISOR` of the budget is kept for small requests.
 RESERVED_DIVISOR: Final = 4
 # Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
@@ -47,7 +47,7 @@ class Budget:
         """Begin unused; `limit` is in bytes."""
         self.limit = limit
         # A small budget lowers the bound: a small request must fit into the reserved part.
-        self.small = min(SMALL, limit // RESERVED_DIVISOR)
+        self.small = min(SMALL_BYTES, limit // RESERVED_DIVISOR)
         self.used = 0
         self._small = 0
         self._large_claims = 0

@@ -34,7 +34,7 @@ from proxy.errors import BadRequest, Forbidden, KeysUnknown, NoKey, OutOfScope, 
 from proxy.http.exchange import Exchange
 from proxy.http.wire import CREDENTIALS, Headers
 from proxy.settings import Access
-from proxy.spool.folders import PRIVATE
+from proxy.spool.folders import PRIVATE_MODE
 from store.browsers import why_foreign
 from store.files import atomic_folder, sync, write_private
 from store.grants import ID_BYTES, KEY_PREFIX, Grant, KeyRing, Scope, hash_of_key
@@ -43,13 +43,13 @@ log = structlog.get_logger()
 
 WINDOW_S: Final = 60.0
 # Retry delay if too many requests run: any of them may end soon.
-BUSY_S: Final = 1
+BUSY_RETRY_S: Final = 1
 
 # With one level of nested details; possessive, so that no byte is read twice.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(\{[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\})')
 _IDS: Final = re.compile(rb'"((?:prompt_)?token_ids)"\s*:\s*\[([^\]]*)\]')
 _EVENT: Final = re.compile(rb"^data:", re.MULTILINE)
-TOTAL: Final = "total_tokens"
+TOTAL_TOKENS: Final = "total_tokens"
 # The names that the APIs have for each number.
 USAGE_PARTS: Final = (
     ("prompt_tokens", "input_tokens"),
@@ -58,7 +58,7 @@ USAGE_PARTS: Final = (
     ("cache_read_input_tokens",),
 )
 # All other members of a usage are ignored: some servers add costs and times.
-USAGE_NUMBERS: Final = frozenset({TOTAL}.union(*USAGE_PARTS))
+USAGE_NUMBERS: Final = frozenset({TOTAL_TOKENS}.union(*USAGE_PARTS))
 BYTES_A_TOKEN: Final = 4
 # A longer reply is not inflated to find its usage: its tokens are estimated from its length.
 MOST_INFLATED: Final = 32 * 2**20
@@ -122,7 +122,7 @@ class Usage:
         tokens applies only if the request takes tokens.
         """
         if self._at_once is not None and self._running >= self._at_once:
-            return BUSY_S
+            return BUSY_RETRY_S
         wait_s = self._seconds_until_tokens(now) if takes_tokens else None
         if wait_s is not None:
             return wait_s
@@ -146,7 +146,7 @@ class Usage:
         # More than this worker's share is accepted if no other request came in the minute.
         share = min(number, self._per_minute)
         if self._count(now, share - 1) is not None:
-            wait_s = self._count(now, share) or BUSY_S
+            wait_s = self._count(now, share) or BUSY_RETRY_S
             raise TooMany(f"{limit_text}: send this again in {wait_s} s", wait_s)
         self._begun.extend([now] * (number - share))
 
@@ -239,7 +239,7 @@ def _reported_tokens(usages: Iterable[bytes]) -> int:
             name: max(largest.get(name, 0), numbers.get(name, 0)) for name in largest | numbers
         }
     parts = sum(max(largest.get(name, 0) for name in names) for names in USAGE_PARTS)
-    return max(largest.get(TOTAL, 0), parts)
+    return max(largest.get(TOTAL_TOKENS, 0), parts)
 
 
 def _count_ids(reply: bytes) -> int:
@@ -262,7 +262,7 @@ def _estimate_tokens(request: bytes, reply: bytes) -> int:
     )
 
 
-FOLDER: Final = "access"
+ACCESS_FOLDER: Final = "access"
 FILE_NAME: Final = "keys.json"
 WATCH_S: Final = 0.1
 NO_KEYS: Final = KeyRing(made=False)
@@ -281,8 +281,8 @@ _HOW_TO_SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY
 
 # Headers by which a reverse proxy says that it relays a request (RFC 7239, RFC 9110 §7.6.3, and
 # their older forms).
-RELAYED: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})
-_SIZES: Final = frozenset(map(len, CREDENTIALS | RELAYED))
+RELAY_HEADERS: Final = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})
+_SIZES: Final = frozenset(map(len, CREDENTIALS | RELAY_HEADERS))
 
 
 class ShownCredentials(msgspec.Struct, frozen=True, gc=False):
@@ -360,7 +360,7 @@ class KeyChecker:
         credential = shown.credential
         if credential is not None and (self._needs_key or credential.startswith(KEY_PREFIX)):
             exchange.headers = without_credentials(exchange.headers, shown)
-        local = not self._needs_key and exchange.local
+        local = not self._needs_key and exchange.is_local
         grant = self.check(shown, scope, (exchange.method, exchange.headers), local=local)
         if grant is None:
             return None
@@ -477,7 +477,7 @@ def credentials_in(headers: Headers) -> ShownCredentials:
                     pairs = [pair]
                 else:
                     pairs.append(pair)
-            elif lower in RELAYED:
+            elif lower in RELAY_HEADERS:
                 relayed = True
     if pairs is None:
         return ShownCredentials(relayed=True) if relayed else NO_CREDENTIALS
@@ -511,7 +511,7 @@ class KeyFile:
 
     def __init__(self, spool_dir: Path) -> None:
         """Set the path; nothing is read or written yet."""
-        self._path = spool_dir / FOLDER / FILE_NAME
+        self._path = spool_dir / ACCESS_FOLDER / FILE_NAME
         self._seen: Mark | None = None
 
     def write(self, ring: KeyRing) -> None:
@@ -530,7 +530,7 @@ class KeyFile:
             # The folder must never exist without the file.
             partial = folder.with_suffix(".part")
             with atomic_folder(folder, partial):
-                partial.chmod(PRIVATE)
+                partial.chmod(PRIVATE_MODE)
                 write_private(partial / FILE_NAME, content)
 
     def has_changed(self) -> bool:

@@ -14,12 +14,12 @@ log = structlog.get_logger()
 
 # After a failed query no other is tried for this long.
 PAUSE_S: Final = 1.0
-AT_ONCE: Final = 2
+MOST_AT_ONCE: Final = 2
 Answer = TypeVar("Answer")
 
 
 class Lookup:
-    """Query the database for requests that must not fail, or wait for long, because of it."""
+    """Query the database for requests that must neither fail nor wait long because of it."""
 
     def __init__(self, settings: ProxySettings) -> None:
         """Use the database in the settings or, without one, the server that the ingester starts."""
@@ -30,15 +30,15 @@ class Lookup:
         # Connections that are open, and not in use.
         self._idle: list[Driver] = []
         self._not_before = 0.0
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def ask(
         self, question: Callable[[Driver], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
         """Return the answer to `question`, or None if it fails or takes longer than `within_s`.
 
-        At most `AT_ONCE` questions are asked at once. A question that waits for its turn longer
-        than `within_s` gets None, too, and so does any within `PAUSE_S` after one that failed.
+        At most `MOST_AT_ONCE` questions are asked at once. The result is None, too, for a question
+        that waits for its turn longer than `within_s`, and for `PAUSE_S` after one that failed.
         """
         try:
             async with asyncio.timeout(within_s):

@@ -27,14 +27,14 @@ log = structlog.get_logger()
 
 MEMORY: Final = Path("/dev/shm")
 PREFIX: Final = "pawl-proxy-"
-OWNER: Final = "supervisor.lock"
-STATES: Final = "states.json"
-PINS: Final = "pins"
+OWNER_LOCK: Final = "supervisor.lock"
+STATES_FILE: Final = "states.json"
+PINS_FILE: Final = "pins"
 # The variable in which prometheus_client looks for the folder.
-VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 # Bytes reserved for each kind of file; a series takes about 250. Without memory for a mapped page,
 # writing to it would kill the process.
-ROOM: Final = {
+FILE_BYTES: Final = {
     **dict.fromkeys(("counter", "histogram"), 2**20),
     **dict.fromkeys(("gauge_sum", "gauge_livesum", "gauge_livemax", "gauge_livemostrecent"), 2**16),
 }
@@ -53,7 +53,7 @@ class SharedFolder:
         _remove_abandoned(parent)
         # Renamed only once it is locked: an unlocked folder would look abandoned to other proxies.
         made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-        self._owner: Lock = lock_file(made / OWNER)
+        self._owner: Lock = lock_file(made / OWNER_LOCK)
         self.path = made.rename(parent / made.name.removeprefix("."))
 
     def remove(self) -> None:
@@ -66,7 +66,7 @@ def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
         # The folder may be another user's, or be removed at this moment.
         with suppress(OSError):
-            if (folder / OWNER).exists() and not any(map(is_held, folder.glob("*.lock"))):
+            if (folder / OWNER_LOCK).exists() and not any(map(is_held, folder.glob("*.lock"))):
                 shutil.rmtree(folder)
 
 
@@ -80,7 +80,7 @@ def share_metrics_in(folder: Path) -> None:
     except OSError as error:
         log.error("counts_alone", reason=str(error))
         return
-    os.environ[VARIABLE] = str(folder)
+    os.environ[FOLDER_VARIABLE] = str(folder)
     values.ValueClass = values.MultiProcessValue(lambda: slot)  # type: ignore[no-untyped-call]
 
 
@@ -91,7 +91,7 @@ def _take_slot(folder: Path) -> int:
             lock_file(folder / f"{slot}.lock")
             break
     _forget_gauges(folder, slot)
-    for kind, room in ROOM.items():
+    for kind, room in FILE_BYTES.items():
         file = os.open(folder / f"{kind}_{slot}.db", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(file, 0, room)
@@ -107,7 +107,7 @@ def _forget_gauges(folder: Path, slot: int) -> None:
 
 def is_shared() -> bool:
     """Return whether this process's metrics are in a shared folder."""
-    return VARIABLE in os.environ
+    return FOLDER_VARIABLE in os.environ
 
 
 def registry() -> CollectorRegistry:
@@ -117,7 +117,7 @@ def registry() -> CollectorRegistry:
     """
     if not is_shared():
         return REGISTRY
-    folder = Path(os.environ[VARIABLE])
+    folder = Path(os.environ[FOLDER_VARIABLE])
     for path in folder.glob("[0-9]*.lock"):
         # Held meanwhile, so that no process that starts takes the slot.
         with suppress(SpoolInUse):
@@ -150,13 +150,13 @@ def write_states(folder: Path, states: list[ProcessState]) -> None:
     Raises:
         OSError: memory has no room.
     """
-    partial = folder / f"{STATES}.part"
+    partial = folder / f"{STATES_FILE}.part"
     partial.write_bytes(msgspec.json.encode(states))
-    partial.replace(folder / STATES)
+    partial.replace(folder / STATES_FILE)
 
 
 def read_states(folder: Path) -> list[ProcessState]:
-    return msgspec.json.decode((folder / STATES).read_bytes(), type=list[ProcessState])
+    return msgspec.json.decode((folder / STATES_FILE).read_bytes(), type=list[ProcessState])
 
 
 def readiness(states: list[ProcessState] | None) -> tuple[bool, list[dict[str, object]]]:

@@ -179,9 +179,9 @@ _CONTENT_ENCODING: Final = b"content-encoding"
 _MOST_WARNED: Final = 300
 _MOST_READ: Final = 100
 # Wait so long for the ingester to store a response that another worker has just passed on.
-WAIT_S: Final = 2.0
-LOOK_S: Final = 0.25
-PAUSE_S: Final = 0.1
+RESPONSE_WAIT_S: Final = 2.0
+RESPONSE_LOOKUP_S: Final = 0.25
+RESPONSE_RETRY_S: Final = 0.1
 
 
 def check_call(
@@ -258,7 +258,12 @@ def check_forwarded(
 
 
 def check_query(owners: Owners, tenant: str, target: str) -> None:
-    """Check the query of a request's target: no hidden version, and only listed parameters."""
+    """Check the query of a request's target.
+
+    Raises:
+        NotServed: it names a version that is hidden from the tenant.
+        BadRequest: it has a parameter that only the default tenant may send.
+    """
     for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
         owners.check(tenant, value, name)
         if tenant != DEFAULT and name not in ALLOWED_QUERY:
@@ -585,7 +590,7 @@ def responses_named(wire_format: WireFormat, request: ModelRequest) -> list[str]
     # Gateways merge the fields of `extra_body` into the body.
     extra = fields.get("extra_body")
     holders = [fields, extra] if isinstance(extra, dict) else [fields]
-    return [name for name in map(wire_format.turns.continues, holders) if name is not None]
+    return [name for name in map(wire_format.turns.continued_reply_id, holders) if name is not None]
 
 
 async def check_continued(
@@ -615,7 +620,7 @@ async def check_continued(
         return await known_responses(driver, list(names), dialect)
 
     clock = asyncio.get_running_loop().time
-    deadline = clock() + WAIT_S
+    deadline = clock() + RESPONSE_WAIT_S
     # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
     is_possible = "\x00" not in response_id
     while True:
@@ -624,14 +629,14 @@ async def check_continued(
         }
         is_answered = True
         if not owning_tenants and is_possible:
-            stored = await lookup.ask(ask, within_s=LOOK_S)
+            stored = await lookup.ask(ask, within_s=RESPONSE_LOOKUP_S)
             is_answered = stored is not None
             owning_tenants = {names[name] for name in stored or ()}
         if tenant in owning_tenants:
             return
         if owning_tenants or not is_possible or clock() >= deadline:
             break
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(RESPONSE_RETRY_S)
     if not is_answered:
         raise NotKnownNow(
             f"It is not known now whether response {shortened(response_id)!r} is yours, as the "

@@ -83,8 +83,8 @@ class JudgedSettings(msgspec.Struct, frozen=True):
     sure: Reason | None
     unsure: Reason | None
 
-    def why_not(self, sure: bool) -> Reason | None:
-        """Return why the distribution cannot be computed again, or None; see `why_not_replayed`."""
+    def why_not_replayed(self, sure: bool) -> Reason | None:
+        """Return `sure` or `unsure`: the reason of the function `why_not_replayed`, or None."""
         return self.sure if sure else self.unsure
 
     def with_setting(self, name: str, value: Any) -> "JudgedSettings":

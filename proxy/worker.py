@@ -43,8 +43,8 @@ log = structlog.get_logger()
 
 HEALTH: Final = "/healthz"
 QUEUE_S: Final = 0.05
-PINS_S: Final = 5.0
-COUNT_S: Final = 0.5
+PINS_LOOKUP_S: Final = 5.0
+COUNT_EVERY_S: Final = 0.5
 BACKLOG: Final = 4096
 
 
@@ -165,7 +165,7 @@ async def run_worker(
     def take_keys(ring: KeyRing | None) -> None:
         key_checker.replace_keys(ring)
         if ring is not None and ring.made:
-            versions.owners.learn_keys(ring.tenants)
+            versions.owners.learn_tenants(ring.tenants)
 
     policies, key_file = VersionFile(settings.spool_dir), KeyFile(settings.spool_dir)
     versions = Versions(
@@ -244,9 +244,9 @@ async def _let_finish(server: Server, within_s: float) -> None:
 
 
 async def _load_pins(lookup: Lookup, versions: Versions) -> None:
-    """Load the versions of unfinished episodes, which keep them across a restart of the proxy."""
+    """Pin the last day's episodes to their versions again, after a restart of the proxy."""
     while True:
-        pins = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_S)
+        pins = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_LOOKUP_S)
         if pins is not None:
             for policy, episode, version in pins:
                 versions.pin(policy, episode, version)
@@ -256,7 +256,7 @@ async def _load_pins(lookup: Lookup, versions: Versions) -> None:
 
 async def _count_in_flight(server: Server, parts: CallParts) -> None:
     while True:
-        SPOOL_COMMIT.set(parts.recorder.under_way_s())
+        SPOOL_COMMIT.set(parts.recorder.commit_under_way_s())
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
         IN_FLIGHT_BYTES.set(parts.intake.budget.used)
-        await asyncio.sleep(COUNT_S)
+        await asyncio.sleep(COUNT_EVERY_S)

@@ -15,12 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.commands.common import OfTenant, run_with_engine
 from pawl.serving.supervisor import check_spans
 from pawl.settings import read_settings
-from proxy.ingester.removing import FOLDER, LETTER, REASON, names_in
+from proxy.ingester.removing import LETTER_SUFFIX, LETTERS_FOLDER, REASON_SUFFIX, names_in
 from proxy.ingester.segment_reader import Segment
 from proxy.ingester.transcribe import NO_READERS, question_of, record_of
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
-from proxy.spool.folders import OPEN, SEALED
+from proxy.spool.folders import OPEN_SUFFIX, SEALED_SUFFIX
 from proxy.spool.segments import MOST_INFLATED, CapturedCall, Frame, decode_payload, read_pieces
 from proxy.tool_events import ResultReaders
 from store.database import prevents_all_storing
@@ -122,7 +122,7 @@ def view_spool(folder: Path, tenant: str | None = None) -> SpoolView:
     Segments have records of all tenants. An unreadable letter belongs to no tenant.
     """
     segments = records = damaged = size = 0
-    for path in sorted([*folder.glob(f"*/*{SEALED}"), *folder.glob(f"*/*{OPEN}")]):
+    for path in sorted([*folder.glob(f"*/*{SEALED_SUFFIX}"), *folder.glob(f"*/*{OPEN_SUFFIX}")]):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
@@ -130,10 +130,10 @@ def view_spool(folder: Path, tenant: str | None = None) -> SpoolView:
             continue
         segments, size = segments + 1, size + len(content)
         stored = Segment(path).stored.offset
-        for piece in read_pieces(content, ended=path.suffix == SEALED):
+        for piece in read_pieces(content, ended=path.suffix == SEALED_SUFFIX):
             records += not piece.damage and piece.start >= stored
             damaged += piece.records if piece.damage else 0
-    letters = sorted((folder / FOLDER).glob(f"*{LETTER}"))
+    letters = sorted((folder / LETTERS_FOLDER).glob(f"*{LETTER_SUFFIX}"))
     return SpoolView(
         segments=segments,
         records=records,
@@ -145,7 +145,7 @@ def view_spool(folder: Path, tenant: str | None = None) -> SpoolView:
 
 def _dead_letter_lines(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetterLine]:
     for path in paths:
-        payload, reason = path.read_bytes(), path.with_suffix(REASON)
+        payload, reason = path.read_bytes(), path.with_suffix(REASON_SUFFIX)
         try:
             frame = decode_payload(payload)
         except Exception:
@@ -210,7 +210,7 @@ async def replay_letters(
         if send_spans is not None and not left_out:
             send_spans([record])
         path.unlink()
-        path.with_suffix(REASON).unlink(missing_ok=True)
+        path.with_suffix(REASON_SUFFIX).unlink(missing_ok=True)
         stored += 1
     return stored, refused
 

@@ -361,10 +361,10 @@ def _log_refusal(request: Request, error: Exception) -> None:
     """Log who was refused access, or a change."""
     path, client = request.url.path, request.client and request.client.host
     if isinstance(error, ProxyError):
-        REFUSALS.note_error(error, path, client)
+        REFUSALS.log_error(error, path, client)
     elif isinstance(error, Refusal):
         who = getattr(request.state, "viewer", None)
-        REFUSALS.note(error.status_code, error.title, path, who and who.name, client)
+        REFUSALS.log_refusal(error.status_code, error.title, path, who and who.name, client)
 
 
 def failure_page(request: Request, error: Exception) -> Response:

@@ -25,7 +25,7 @@ from pawl.processes import spinning_variables
 from pawl.settings import DoctorSettings
 from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
-from proxy.ingester.removing import FOLDER, LETTER
+from proxy.ingester.removing import LETTER_SUFFIX, LETTERS_FOLDER
 from proxy.upstreams.upstreams import check_upstreams
 from store.adapter_slots import count_live_versions, kept_versions
 from store.claim_query import waiting_episodes, waiting_updates
@@ -184,7 +184,7 @@ def _read_disks(settings: DoctorSettings) -> tuple[tuple[Disk, ...], int]:
             # Such as another user's folder; the process that uses it reports what is wrong.
             continue
     with suppress(OSError):
-        letters = sum(1 for _ in (settings.spool_dir / FOLDER).glob(f"*{LETTER}"))
+        letters = sum(1 for _ in (settings.spool_dir / LETTERS_FOLDER).glob(f"*{LETTER_SUFFIX}"))
     return tuple(disks.values()), letters
 
 

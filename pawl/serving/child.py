@@ -22,7 +22,7 @@ from pawl.processes import end_if_hung
 from pawl.serving.process import DISK_FAILS, LEAVE, LEAVE_S, MOST_REPORTED, STOP, UP
 from proxy.errors import ProxyError
 from proxy.settings import ProxySettings
-from proxy.shared_memory import PINS, read_states, share_metrics_in
+from proxy.shared_memory import PINS_FILE, read_states, share_metrics_in
 from proxy.spool.folders import PASSING_ERRORS
 from store.errors import StoreError
 
@@ -121,7 +121,7 @@ async def _run_worker(ready: IO[bytes], shared: Path, listener: int) -> None:
     return_large_blocks()
     settings = ProxySettings()
     bound = socket.socket(fileno=listener)
-    pins = SharedPins(os.open(shared / PINS, os.O_RDWR | os.O_CREAT, 0o600))
+    pins = SharedPins(os.open(shared / PINS_FILE, os.O_RDWR | os.O_CREAT, 0o600))
 
     def stopping() -> bool:
         return all(one.state == "stopping" for one in read_states(shared))

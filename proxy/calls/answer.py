@@ -37,8 +37,8 @@ FIRST_ERROR_STATUS: Final = 400
 # Copies in memory of a non-streamed reply, or of a stream's line, until it is recorded.
 REPLY_COPIES: Final = 6
 # Longest wait for room in the memory budget, and the pause between two tries, in seconds.
-ROOM_S: Final = 10.0
-LOOK_S: Final = 0.05
+ROOM_WAIT_S: Final = 10.0
+ROOM_RETRY_S: Final = 0.05
 # A reply is held in memory until its end. Beyond this size it is deflated; a reply that is too long
 # is cut to this size.
 DEFLATE_FROM: Final = 64 * 1024
@@ -48,7 +48,7 @@ PACKED_BYTES: Final = 256
 
 
 async def wait_for_room(claim: BudgetShare, size: int, within_s: float) -> bool:
-    """Wait until the claim can hold `size` bytes in all, and claim them; False after `within_s`."""
+    """Claim `size` bytes in all; return False if there is no room for them within `within_s`."""
     until = monotonic() + within_s
     while True:
         try:
@@ -56,7 +56,7 @@ async def wait_for_room(claim: BudgetShare, size: int, within_s: float) -> bool:
         except Overloaded:
             if monotonic() >= until:
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(ROOM_RETRY_S)
         else:
             return True
 
@@ -145,15 +145,15 @@ class StreamedAnswer:
         Of a stream that is too long only the beginning is stored; its lines are passed on as
         before. A line that is too long is passed on as it arrives, added fields included.
         """
-        buffer, within_s = self.buffer, ROOM_S
+        buffer, within_s = self.buffer, ROOM_WAIT_S
         if buffer.dropped:
             parser.forget()
             within_s = 0.0
-        wanted = self._base + buffer.held + parser.gathered + REPLY_COPIES * parser.waiting
-        fits = parser.waiting <= max_held_bytes(call) and await wait_for_room(
+        wanted = self._base + buffer.held + parser.gathered + REPLY_COPIES * parser.waiting_bytes
+        fits = parser.waiting_bytes <= max_held_bytes(call) and await wait_for_room(
             call.claim, wanted, within_s
         )
-        if not fits and parser.waiting > DEFLATE_FROM:
+        if not fits and parser.waiting_bytes > DEFLATE_FROM:
             call.exchange.write(parser.pass_buffered_line())
         if not (buffer.dropped or (fits and buffer.total <= call.parts.max_reply)):
             log.warning("reply_too_long", call=call.name, bytes=buffer.total)
@@ -186,7 +186,7 @@ class StreamedAnswer:
         try:
             async for chunk in self._pieces:
                 exchange.write(parser.feed(chunk))
-                if parser.waiting > DEFLATE_FROM:
+                if parser.waiting_bytes > DEFLATE_FROM:
                     exchange.write(parser.pass_buffered_line())
                 await exchange.wait_until_drained()
         except Torn as error:
@@ -227,7 +227,7 @@ class WholeAnswer:
         except Torn as error:
             log.warning("reply_torn", call=call.name, reason=str(error))
             if not self._passes:
-                self.buffer.keep_uncompressed(reply.unread())
+                self.buffer.keep_uncompressed(reply.unread_bytes())
             raise ReplyTorn(
                 f"The model server's reply broke off before its end: {error}. "
                 "No part of the reply was passed on",
@@ -259,7 +259,7 @@ class WholeAnswer:
             wanted = self._base + REPLY_COPIES * so_far
             claim.claim_at_least(wanted)
 
-        while await wait_for_room(claim, wanted, ROOM_S):
+        while await wait_for_room(claim, wanted, ROOM_WAIT_S):
             with suppress(Overloaded):
                 body = await reply.read(most, charge)
                 # The last bytes, or the decoded body, are charged whether or not there is room.
@@ -359,7 +359,7 @@ class ReplyBuffer:
 
     def drop_all_but_beginning(self) -> None:
         """Keep only the first `DEFLATE_FROM` bytes; further bytes are only counted."""
-        data, is_deflated = self.take()
+        data, is_deflated = self.kept_bytes()
         if is_deflated:
             data = zlib.decompressobj().decompress(data, DEFLATE_FROM)
         data = data[:DEFLATE_FROM]
@@ -375,7 +375,7 @@ class ReplyBuffer:
         self._total += self._size
         self._pieces, self._size = [], 0
 
-    def take(self) -> tuple[bytes, bool]:
+    def kept_bytes(self) -> tuple[bytes, bool]:
         """Return all bytes that are kept, and whether they are deflated (zlib, RFC 1950)."""
         if self._deflater is None:
             return b"".join(self._pieces), False

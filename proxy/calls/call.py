@@ -57,13 +57,13 @@ from store.tenants import DEFAULT, scoped
 log = structlog.get_logger()
 
 # Wait for a version, in seconds: a controller looks twice a second, and loads it in under two.
-WAIT_S: Final = 10.0
-LOOK_AGAIN_S: Final = 0.25
+VERSION_WAIT_S: Final = 10.0
+VERSION_RETRY_S: Final = 0.25
 # The status by which a model server says that it has no such model.
 UNKNOWN_MODEL: Final = 404
 REFUSED_AS_MALFORMED: Final = (400, 422)
 # Longest wait for the database to name an episode's version; a local database answers in 1 ms.
-PIN_S: Final = 0.05
+PIN_LOOKUP_S: Final = 0.05
 NO_VERSION: Final = ServedVersion(None, None, None)
 
 
@@ -350,7 +350,7 @@ class Call:
         if policy is None or versions.knows_version_of(policy, episode):
             return
         version = await self.parts.lookup.ask(
-            lambda driver: pinned_version(driver, policy, episode), within_s=PIN_S
+            lambda driver: pinned_version(driver, policy, episode), within_s=PIN_LOOKUP_S
         )
         if version is not None:
             versions.pin(policy, episode, version)
@@ -437,7 +437,7 @@ class Call:
 
         Raises:
             NotServed: the request names a version that was unloaded meanwhile.
-            NotLoaded: no replica has the version within `WAIT_S`.
+            NotLoaded: no replica has the version within `VERSION_WAIT_S`.
             ProxyError: the call was sent, and no reply came.
         """
         versions, serving = self.parts.versions, self.routed.serving
@@ -449,9 +449,9 @@ class Call:
         begun = clock()
         while versions.is_servable(serving):
             served = await upstream.ask_where_served(name, "POST", *self.outgoing())
-            if served is not None or clock() - begun >= WAIT_S:
+            if served is not None or clock() - begun >= VERSION_WAIT_S:
                 break
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(VERSION_RETRY_S)
         log.info(
             "adapter_waited_for",
             call=self.name,
@@ -464,7 +464,7 @@ class Call:
         if versions.is_servable(serving):
             raise NotLoaded(
                 f"The model server does not have {name} now, and did not get it within "
-                f"{WAIT_S:.0f} s. It is being loaded again: send the request again",
+                f"{VERSION_WAIT_S:.0f} s. It is being loaded again: send the request again",
                 code="version_not_loaded",
             )
         why = self.why_not_served()
@@ -532,7 +532,7 @@ class Call:
         exchange, errors = self.exchange, self.format.errors
         log.exception("call_failed", call=self.name)
         await self._make_durable("truncated" if exchange.started else "upstream_error")
-        if exchange.started and exchange.open:
+        if exchange.started and exchange.is_open:
             exchange.write(errors.event(f"{UNEXPECTED} (call {self.name})."))
         send_internal_error(exchange, errors=errors, headers=self._own_headers())
 

@@ -48,14 +48,14 @@ def record_call(call: "Call", status: CallStatus) -> RecordedCall:
         if call.usage is not None and call.usage.counts_tokens:
             _charge_tokens(call.usage, capture)
         parts.targets.remember(capture, call.name, summary.response_id)
-        return RecordedCall(capture, parts.recorder.take(capture))
+        return RecordedCall(capture, parts.recorder.queue_call(capture))
     except Exception:
         log.exception("record_not_made", call=call.name)
         return RecordedCall(capture, parts.recorder.count_lost(call.identity.episode))
 
 
 def read_reply(call: "Call") -> ReplyRead:
-    """Return the reply's summary and the call's fingerprints, without changing the call."""
+    """Return the reply's summary and the fingerprints that the call provides; change nothing."""
     parser = None if call.answer is None else call.answer.parser
     summary = ReplySummary() if parser is None else parser.summary()
     conversation = call.identity.conversation
@@ -65,10 +65,10 @@ def read_reply(call: "Call") -> ReplyRead:
 
 
 def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
-    """Return the reply's summary and the call's fingerprints, both empty if reading fails.
+    """Return the reply's summary and the fingerprints that the call provides.
 
-    The fingerprints are also remembered here, before the reply's end leaves: the client's next call
-    may follow at once.
+    Both are empty if reading fails. The fingerprints are also remembered here, before the reply's
+    end leaves: the client's next call may follow at once.
     """
     try:
         reading = call.reading
@@ -92,7 +92,7 @@ def _summary_and_provided(call: "Call", status: CallStatus) -> ReplyRead:
 
 def _capture_call(call: "Call", status: CallStatus, provided: tuple[bytes, ...]) -> CapturedCall:
     answer, from_upstream = call.answer, call.reply
-    reply, deflated = (b"", False) if answer is None else answer.buffer.take()
+    reply, deflated = (b"", False) if answer is None else answer.buffer.kept_bytes()
     if answer is not None:
         streamed = answer.streamed
     else:

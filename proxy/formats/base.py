@@ -289,7 +289,7 @@ class ReplyParser:
         return b"" if self._reading else b"".join(leaving)
 
     @property
-    def waiting(self) -> int:
+    def waiting_bytes(self) -> int:
         """Return how many bytes are buffered or held back."""
         return len(self._partial) + len(self._open) + len(self._held)
 
@@ -354,14 +354,14 @@ class ReplyParser:
         """Return the lines that `chunk` completes, and the method to process each.
 
         Lines end in LF, CR or both. A trailing CR may be half of a line's end: it is buffered until
-        the next byte. Comments and blank lines may be returned as one run, for `_run`.
+        the next byte. Comments and blank lines may be returned as one run, for `_pass_run`.
         """
         if self._partial and chunk:
             ends_in_cr = self._partial[-1] == CR
             self._partial += chunk
             # A line in many pieces is copied once, at its end.
             if not ends_in_cr and b"\n" not in chunk and b"\r" not in chunk:
-                return [], self._line
+                return [], self._pass_line
             chunk = bytes(self._partial)
             self._partial.clear()
         if not chunk.endswith(b"\n"):
@@ -369,12 +369,12 @@ class ReplyParser:
             self._partial += chunk[end:]
             chunk = chunk[:end]
         if b'"' not in chunk and not any(mark in chunk for mark in _PARSE_MARKERS):
-            return [chunk] if chunk else [], self._run
+            return [chunk] if chunk else [], self._pass_run
         if len(chunk) > SHORT_CHUNK and (b"\n:" in chunk or b"\n\n\n" in chunk or b"\r" in chunk):
-            return _RUNS.findall(chunk), self._run
-        return chunk.splitlines(keepends=True), self._line
+            return _RUNS.findall(chunk), self._pass_run
+        return chunk.splitlines(keepends=True), self._pass_line
 
-    def _run(self, run: bytes) -> bytes:
+    def _pass_run(self, run: bytes) -> bytes:
         """Return the bytes to send to the client for a line, or for lines without data or quotes.
 
         Only the first blank line of a run can end an event.
@@ -384,8 +384,8 @@ class ReplyParser:
         match = _FIRST_BLANK.fullmatch(run)
         assert match is not None
         lines, blank, rest = match.groups()
-        out = self._line(lines) if lines else b""
-        return out + self._line(blank) + self._pass_comments(rest) if blank else out
+        out = self._pass_line(lines) if lines else b""
+        return out + self._pass_line(blank) + self._pass_comments(rest) if blank else out
 
     def _awaits_blank(self) -> bool:
         """Return whether the next blank line changes the parser's state."""
@@ -395,7 +395,7 @@ class ReplyParser:
         """Return the bytes to send to the client for comments and blank lines between events."""
         return run
 
-    def _line(self, line: bytes) -> bytes:
+    def _pass_line(self, line: bytes) -> bytes:
         """Return the bytes to send to the client for a line."""
         if self._open:
             if line.strip():
@@ -404,7 +404,7 @@ class ReplyParser:
             self.at_end = self._end_seen
             return self._dispatch(line)
         if not line.startswith(DATA):
-            return self._other(line)
+            return self._pass_other(line)
         data = line[5:].strip()
         try:
             out = self.client_event(data)
@@ -416,14 +416,14 @@ class ReplyParser:
             return b""
         return line if out is data else line.replace(data, out, 1)
 
-    def _other(self, line: bytes) -> bytes:
+    def _pass_other(self, line: bytes) -> bytes:
         if line == b"\n" or not line.strip():
             self.at_end = self._end_seen
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
         if line[0] == BOM[0] and (boms := BOMS.match(line)):
             # A stream may begin with a byte order mark, which is no part of the first line.
-            return boms[0] + self._line(line[boms.end() :])
+            return boms[0] + self._pass_line(line[boms.end() :])
         # Lines of other fields carry no data. But a client that knows fewer kinds of line ends
         # may read a part of such a line as data.
         return line if line.startswith(EVENT) else self.hide_added_members(line)

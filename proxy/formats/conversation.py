@@ -24,7 +24,7 @@ from proxy.formats.raw_json import NULL, UNREADABLE, Object, value_of
 from store.records import Record
 
 # Bytes of a digest.
-SIZE: Final = 16
+DIGEST_BYTES: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
 # to get it back. So longer data is hashed in smaller pieces.
 _HASHED_AT_ONCE: Final = 2000
@@ -67,7 +67,7 @@ class Conversation:
     def __init__(self) -> None:
         self.replies: list[tuple[bytes, bool]] = []
         self.results: list[str] = []
-        self._state = bytes(SIZE)
+        self._state = bytes(DIGEST_BYTES)
         self._unique = False
         self._texts: list[str] = []
         self._calls: list[bytes] = []
@@ -130,7 +130,7 @@ class Conversation:
         for block in blocks_of(content, "tool_use"):
             self.add_tool_call(block.get("id"), block.get("name"), block.get("input"))
 
-    def open_reply(self) -> tuple[bytes, bool] | None:
+    def open_reply_digest(self) -> tuple[bytes, bool] | None:
         """Return the digest of the conversation, if it ends with the assistant.
 
         A later request that begins with the same conversation is recognised by this digest.
@@ -149,7 +149,7 @@ class Conversation:
 
     def _add_turn(self, kind: bytes, piece: bytes) -> None:
         """Add a user message or a tool result (see `kind`), after an open assistant reply."""
-        reply = self.open_reply()
+        reply = self.open_reply_digest()
         if reply is not None:
             self._state = reply[0]
             self.replies.append(reply)
@@ -159,7 +159,7 @@ class Conversation:
             self._state = _digest(self._state + kind + piece)
         else:
             # Avoids a copy of the piece, and releases the GIL.
-            state = blake2b(self._state + kind, digest_size=SIZE)
+            state = blake2b(self._state + kind, digest_size=DIGEST_BYTES)
             state.update(piece)
             self._state = state.digest()
 
@@ -235,7 +235,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _digest(data: bytes) -> bytes:
-    state = blake2b(data[:_HASHED_AT_ONCE], digest_size=SIZE)
+    state = blake2b(data[:_HASHED_AT_ONCE], digest_size=DIGEST_BYTES)
     for start in range(_HASHED_AT_ONCE, len(data), _HASHED_AT_ONCE):
         state.update(data[start : start + _HASHED_AT_ONCE])
     return state.digest()
@@ -318,7 +318,7 @@ class Turns:
     # Whether a request may continue an earlier reply by naming the reply's id.
     continued_by_id: bool = False
 
-    def continues(self, fields: Mapping[str, Any]) -> str | None:
+    def continued_reply_id(self, fields: Mapping[str, Any]) -> str | None:
         """Return the id of the reply that a request continues, or None if it names none."""
         return None
 

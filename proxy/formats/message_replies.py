@@ -204,9 +204,9 @@ class TranslatedReply(MessagesReply):
         """Return whether a line is `[DONE]`; always False after an unreadable chunk."""
         return DONE in line and not self._failed and super().is_end(line.removeprefix(BOM))
 
-    def _line(self, line: bytes) -> bytes:
+    def _pass_line(self, line: bytes) -> bytes:
         if not line.startswith(DATA):
-            return self._other(line) if self._chunk_lines or len(line) > 1 else b""
+            return self._pass_other(line) if self._chunk_lines or len(line) > 1 else b""
         if self._is_done or self._failed:
             return b""
         data = line[5:].strip()
@@ -221,11 +221,11 @@ class TranslatedReply(MessagesReply):
 
     def _unfinished(self, rest: bytes) -> bytes:
         """Return the last events if the cut-off line is `[DONE]`, else nothing."""
-        return self._line(rest) if self.is_end(rest) else b""
+        return self._pass_line(rest) if self.is_end(rest) else b""
 
-    def _other(self, line: bytes) -> bytes:
+    def _pass_other(self, line: bytes) -> bytes:
         if boms := BOMS.match(line):
-            return self._line(line[boms.end() :])
+            return self._pass_line(line[boms.end() :])
         if not self._chunk_lines or self._failed or self._is_done or line.strip():
             return self._pass_comments(line)
         data = bytes(self._chunk_lines[:-1])
@@ -239,9 +239,9 @@ class TranslatedReply(MessagesReply):
         return b"".join([line + b"\n\n" for line in run.splitlines() if line.startswith(b":")])
 
     @property
-    def waiting(self) -> int:
+    def waiting_bytes(self) -> int:
         """Return how much is buffered, including lines of a chunk and text held back by a tool."""
-        return super().waiting + len(self._chunk_lines) + self._events.waiting
+        return super().waiting_bytes + len(self._chunk_lines) + self._events.waiting
 
     def _pass_long_line(self, data: bytes) -> bytes:
         """Return an error event: a line too long to buffer cannot be translated."""
@@ -260,7 +260,7 @@ class TranslatedReply(MessagesReply):
             return ANTHROPIC.event(error[0], error[1], status=error[2])
         if self._reading:
             self._take_tokens(chunk)
-        return self._encode_events(self._events.take(chunk))
+        return self._encode_events(self._events.events_of(chunk))
 
     def _encode_events(self, events: list[Event]) -> bytes:
         encoded = []
@@ -518,7 +518,7 @@ class _EventTranslator:
         if self._arguments is not None:
             self._arguments, self._is_whole = [], None
 
-    def take(self, chunk: _Chat) -> list[Event]:
+    def events_of(self, chunk: _Chat) -> list[Event]:
         """Return the events for a chunk.
 
         The first chunk only opens the message; a later one without choices ends it.

@@ -94,7 +94,7 @@ class ResponsesTurns(Turns):
     instructions = "instructions"
     continued_by_id = True
 
-    def continues(self, fields: Mapping[str, Any]) -> str | None:
+    def continued_reply_id(self, fields: Mapping[str, Any]) -> str | None:
         previous = fields.get(PREVIOUS)
         return previous if isinstance(previous, str) and previous else None
 
@@ -203,7 +203,7 @@ class ResponsesSampling(SamplingRules):
 
 IDS: Final = "enable_response_messages"
 INCLUDE: Final = "include"
-TOP: Final = "top_logprobs"
+TOP_LOGPROBS: Final = "top_logprobs"
 LOGPROBS: Final = "message.output_text.logprobs"
 
 # Items that one sample can give. With any other, the server ran several turns by itself.
@@ -280,7 +280,7 @@ class ResponsesReply(ReplyParser):
             )
         if self._hide_logprobs:
             instead = bytes(_EMPTY if _TEXT_DELTA.encode() in data else NULL)
-            members[TOP.encode()] = Replacement(opens=NUMBER)
+            members[TOP_LOGPROBS.encode()] = Replacement(opens=NUMBER)
             members[b"logprobs"] = Replacement(opens=ARRAY, instead=instead, unless_empty=True)
         return members
 
@@ -363,8 +363,8 @@ class ResponsesReply(ReplyParser):
         for name in ("input_messages", "output_messages"):
             if self._hide_ids and name in response:
                 response[name] = NULL
-        if self._hide_logprobs and TOP in response:
-            response[TOP] = NULL
+        if self._hide_logprobs and TOP_LOGPROBS in response:
+            response[TOP_LOGPROBS] = NULL
         self._logprobs = []
         items = _objects_of(response.get("output"))
         if items:
@@ -464,8 +464,8 @@ class ResponsesFormat(WireFormat):
                 added[INCLUDE] = msgspec.Raw(msgspec.json.encode([*(included or ()), LOGPROBS]))
                 # Without `include` the number of alternatives is ignored; with it, too large a
                 # number would fail the call.
-                if isinstance(fields.get(TOP), int) and fields[TOP] > 0:
-                    added[TOP] = msgspec.Raw(b"0")
+                if isinstance(fields.get(TOP_LOGPROBS), int) and fields[TOP_LOGPROBS] > 0:
+                    added[TOP_LOGPROBS] = msgspec.Raw(b"0")
         return with_changes(request, served_name, added)
 
 

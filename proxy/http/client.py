@@ -207,7 +207,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.sending or not self._parser.should_keep_alive():
             self.transport.close()
         else:
-            self._pool.free(self)
+            self._pool.keep_for_reuse(self)
 
     def _fail(self, why: str, kind: type[NoReply] = NoReply) -> None:
         if self._head is not None and not self._head.done():
@@ -267,7 +267,7 @@ class Reply:
         """Return whether the whole body has arrived and was taken."""
         return self.body.exhausted
 
-    def unread(self) -> bytes:
+    def unread_bytes(self) -> bytes:
         """Return the bytes of a torn body that arrived and were not taken yet."""
         return self.body.take()
 
@@ -297,7 +297,7 @@ class Pool:
         self.connections: set[UpstreamConnection] = set()
 
     @property
-    def busy(self) -> int:
+    def requests_under_way(self) -> int:
         """Return the number of requests under way."""
         return len(self.connections) - len(self._idle)
 
@@ -327,8 +327,8 @@ class Pool:
             raise NotSent(f"{type(error).__name__}: {error}"[:200]) from error
         return connection
 
-    def free(self, connection: UpstreamConnection) -> None:
-        """Keep a connection for the next request, now that its reply has ended."""
+    def keep_for_reuse(self, connection: UpstreamConnection) -> None:
+        """Keep a connection, whose reply has ended, for the next request."""
         self._idle.append((connection, monotonic()))
 
     def sweep(self, silence_s: float) -> None:

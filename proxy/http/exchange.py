@@ -15,7 +15,7 @@ from store.tenants import DEFAULT
 # Reading from a sender pauses when this many bytes are unread, and resumes when they are taken.
 HIGH_WATER: Final = 256 * 1024
 # Waiting pieces smaller than this are joined: an object for each would take many times the memory.
-SMALL: Final = 1024
+SMALL_PIECE_BYTES: Final = 1024
 # How an event of a stream ends: with a blank line.
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 # Called with the number of bytes of a body that have arrived so far.
@@ -90,7 +90,7 @@ class BodyStream:
         return self.ended and not self._pieces
 
     def put(self, data: bytes) -> None:
-        if self._pieces and (len(data) < SMALL or not self._may_brake):
+        if self._pieces and (len(data) < SMALL_PIECE_BYTES or not self._may_brake):
             # A body that is read whole grows in one buffer, which is freed as a whole.
             self._append_to_last(data)
         else:
@@ -287,7 +287,7 @@ class Exchange:
         return self.status is not None
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the request is being answered and its client is still connected."""
         return self._connection.is_answering(self)
 
@@ -307,14 +307,14 @@ class Exchange:
         return wire.first_value(self.headers, b"transfer-encoding") is not None
 
     @property
-    def peer(self) -> str | None:
+    def peer_address(self) -> str | None:
         """Return the address of the client's end of the connection, if it has one."""
-        return self._connection.peer
+        return self._connection.peer_address
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Return whether the client's end of the connection is on this machine."""
-        return self._connection.local
+        return self._connection.is_local
 
     def send_continue(self) -> None:
         """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""

@@ -35,7 +35,7 @@ _HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%
 # A longer length may not fit 63 bits: servers may read different numbers (RFC 9110 §8.6).
 MOST_DIGITS: Final = 18
 # Bytes that are parsed at once.
-SLICE: Final = 16 * 1024
+SLICE_BYTES: Final = 16 * 1024
 # A slice that falls into more pieces of a body than this takes long to parse.
 MANY_PIECES: Final = 128
 # Beyond this length a body is taken in turns: without turns, sixteen such bodies at once would copy
@@ -73,7 +73,7 @@ class RequestParser:
         """Return the target of the request that is being parsed, percent-encoded."""
         return self._target.decode("latin-1")
 
-    def drop(self) -> Exchange | None:
+    def stop_receiving(self) -> Exchange | None:
         """Stop receiving the current body; return the request that it belongs to, or None."""
         dropped, self.receiving = self.receiving, None
         return dropped
@@ -301,8 +301,8 @@ class Feeding:
         at, size = 0, len(data)
         while at < size:
             self.pieces = 0
-            self._feed(data[at : at + SLICE] if size > SLICE else data)
-            at += SLICE
+            self._feed(data[at : at + SLICE_BYTES] if size > SLICE_BYTES else data)
+            at += SLICE_BYTES
             self._takes_long = self.pieces > MANY_PIECES
             if self._takes_long and at < size:
                 self._unparsed = data[at:]

@@ -45,7 +45,7 @@ def is_loopback(peer: Any) -> bool:
 
 # Bytes of a body, either way, that count as progress. A limit on the whole body would hit a large
 # file on a slow line; a limit on silence alone would let one byte a minute hold a connection.
-STEP: Final = 16 * 1024
+STEP_BYTES: Final = 16 * 1024
 # Seconds after which an idle connection is closed.
 IDLE_S: Final = 75.0
 # Seconds of silence after which a stream gets a ping, where its API has one: servers are silent
@@ -57,7 +57,7 @@ LONGEST_SWEEP_S: Final = 5.0
 
 
 class ClientDeadlines(msgspec.Struct, frozen=True):
-    """Seconds that a client may take for a head, and for each `STEP` bytes of a body.
+    """Seconds that a client may take for a head, and for each `STEP_BYTES` bytes of a body.
 
     `body_s` is for the request's body, `write_s` for the reply: it counts only while unsent bytes
     wait for the client.
@@ -145,18 +145,18 @@ class Connection(asyncio.Protocol):
         return self._current is not None or self._parser.receiving is not None
 
     @property
-    def unsent(self) -> int:
+    def unsent_bytes(self) -> int:
         """Return the number of written bytes that were not sent to the client yet."""
         return self.transport.get_write_buffer_size()
 
     @property
-    def peer(self) -> str | None:
+    def peer_address(self) -> str | None:
         """Return the address of the client's end, if it has one."""
         name = self.transport.get_extra_info("peername")
         return str(name[0]) if isinstance(name, tuple) and name else None
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Return whether the client's end is on this machine."""
         if self._local is None:
             self._local = is_loopback(self.transport.get_extra_info("peername"))
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
 
         A client that waits for a silent stream gets a ping.
         """
-        unsent = self.unsent
+        unsent = self.unsent_bytes
         if not unsent:
             self._reply_clock.reset()
             if (
@@ -186,7 +186,10 @@ class Connection(asyncio.Protocol):
                 and self._silence_clock.stalled_for(now, self._written) > PING_S
             ):
                 self._current.send_ping()
-        elif self._reply_clock.stalled_for(now, self._written - unsent, STEP) > patience.write_s:
+        elif (
+            self._reply_clock.stalled_for(now, self._written - unsent, STEP_BYTES)
+            > patience.write_s
+        ):
             self.server.on_late("write", patience.write_s, self._current)
             self.transport.abort()
         receiving = self._parser.receiving
@@ -205,20 +208,22 @@ class Connection(asyncio.Protocol):
                 self.transport.close()
 
     def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
-        progress = self._received + STEP * self._parser.heads
+        progress = self._received + STEP_BYTES * self._parser.heads
         if receiving.body.braked or self._queue_full or self._feeding.waiting or receiving.expects:
             # The client waits for us.
             self._body_clock.reset()
-        elif self._body_clock.stalled_for(now, progress, STEP) > body_s:
+        elif self._body_clock.stalled_for(now, progress, STEP_BYTES) > body_s:
             self.server.on_late("body", body_s, receiving)
-            self._parser.drop()
+            self._parser.stop_receiving()
             self.closing = True
             receiving.keep_alive = False
             if receiving.started:
                 self.transport.abort()
             else:
                 receiving.body.fail(
-                    BodyTooSlow(f"less than {STEP} bytes of the body came within {body_s:g} s")
+                    BodyTooSlow(
+                        f"less than {STEP_BYTES} bytes of the body came within {body_s:g} s"
+                    )
                 )
 
     # Callbacks of asyncio.
@@ -341,7 +346,7 @@ class Connection(asyncio.Protocol):
         """
         self.closing = True
         self._waiting.clear()
-        broken = self._parser.drop()
+        broken = self._parser.stop_receiving()
         if broken is not None:
             broken.body.fail(ClientGone("the client's request broke off"))
         current = self._current
@@ -367,7 +372,7 @@ class Connection(asyncio.Protocol):
         self.closing = True
         if self._current is not None and self.task is not None:
             self.task.cancel()
-        self._parser.drop()
+        self._parser.stop_receiving()
         self._current = None
         if not self.transport.is_closing():
             self.transport.write_eof()
@@ -382,7 +387,7 @@ Explain = Callable[[str, int, str], bytes]
 OnLate = Callable[[str, float, Exchange | None], None]
 
 # Seconds between two checks whether all requests are finished.
-LOOK_S: Final = 0.02
+FINISHED_CHECK_S: Final = 0.02
 # Seconds that a cancelled handler may take to clean up.
 BREAK_OFF_S: Final = 2.0
 
@@ -424,7 +429,7 @@ class Server:
             self._listening.close()
 
     def finish_within(self, seconds: float) -> None:
-        """Break off requests still under way after `seconds`; the earliest such deadline counts.
+        """Break off requests still under way after `seconds`; an earlier time set before stays.
 
         From now on, a client without progress for half that time is broken off.
         """
@@ -452,9 +457,9 @@ class Server:
                 for connection in [c for c in self.connections if not c.busy]:
                     connection.transport.close()
                 # A connection whose reply is still being sent is idle, but not done.
-                if not any(c.busy or c.unsent for c in self.connections):
+                if not any(c.busy or c.unsent_bytes for c in self.connections):
                     return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(FINISHED_CHECK_S)
 
     async def close(self) -> None:
         """Break off the remaining requests, and wait for their handlers to end."""
@@ -469,7 +474,7 @@ class Server:
                 reason="stop deadline exceeded",
             )
         for connection in list(self.connections):
-            is_done = not (connection.busy or connection.unsent)
+            is_done = not (connection.busy or connection.unsent_bytes)
             end = connection.transport.close if is_done else connection.transport.abort
             end()
         if unfinished:

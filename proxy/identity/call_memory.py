@@ -23,7 +23,13 @@ from uuid import UUID
 import msgspec
 
 from proxy.formats.base import ReplySummary
-from proxy.formats.conversation import SIZE, Conversation, Turns, is_unique_id, letters_and_digits
+from proxy.formats.conversation import (
+    DIGEST_BYTES,
+    Conversation,
+    Turns,
+    is_unique_id,
+    letters_and_digits,
+)
 from store.records import TRAIN, Confidence, Split
 from store.tenants import DEFAULT, digest_key, tenant_of
 
@@ -136,7 +142,7 @@ class CallMemory:
         return self._provided.get(digest) is not None
 
     def likely_episode(self, needs: Iterable[bytes]) -> str | None:
-        """Return the episode that a call's text most likely continues, or None: no join, a hint."""
+        """Return the episode that a call's text likely continues, or None: too weak for a join."""
         for digest in needs:
             if digest[0] in PREFIXES:
                 known = self._provided.get(digest)
@@ -243,11 +249,11 @@ def needed_fingerprints(
     history = conversation or turns.read(fields)
     needs = [_tool_call(name) for name in history.results[::-1] if is_unique_id(name)]
     del needs[MAX_TOOL_IDS:]
-    previous = turns.continues(fields)
+    previous = turns.continued_reply_id(fields)
     if previous is not None:
         needs.append(response_fingerprint(previous))
     needs += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
-    open_reply = history.open_reply()
+    open_reply = history.open_reply_digest()
     if open_reply is not None:
         needs.append(_prefix(open_reply))
     return tuple(dict.fromkeys(needs))
@@ -271,7 +277,7 @@ def provided_fingerprints(
         history.add_assistant(summary.text)
         for call in summary.tool_calls:
             history.add_tool_call(call.id, call.name, call.arguments)
-        reply = history.open_reply()
+        reply = history.open_reply_digest()
         if reply is not None:
             provides.append(_prefix(reply))
     return tuple(dict.fromkeys(provides))
@@ -287,7 +293,7 @@ def _tool_call(tool_id: str) -> bytes:
 
 
 def _fingerprint(kind: int, name: str) -> bytes:
-    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=SIZE).digest()
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
     return bytes((kind,)) + digest[1:]
 
 

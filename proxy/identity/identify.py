@@ -142,7 +142,7 @@ class Name(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Return the name after its namespace, if any (`claude-code:UUID`)."""
+        """Return the name with its namespace in front, if it has one: `claude-code:UUID`."""
         return f"{self.namespace}:{self.value}" if self.namespace else self.value
 
 
@@ -401,7 +401,7 @@ def _split(
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
-    """Return how often the SDK sent this request before, by its header; 0 without the header."""
+    """Return how often the SDK says it sent this request before; 0 without a valid header."""
     value = headers.get(RETRY_COUNT)
     if value is None:
         return 0

@@ -131,7 +131,7 @@ def require_read_key(key_checker: KeyChecker) -> Middleware:
             usage = _begin(key_checker, request)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
-            REFUSALS.note_error(error, request.path, request.remote)
+            REFUSALS.log_error(error, request.path, request.remote)
             return _refusal(error)
         try:
             return await handler(request)

@@ -42,15 +42,15 @@ from store.write.ingest import Ingester
 log = structlog.get_logger()
 
 # Pause before a dead letter that could not be written to disk is tried again.
-LETTER_AGAIN_S: Final = 1.0
+LETTER_RETRY_S: Final = 1.0
 # Pause before a record that PostgreSQL did not store, although it answered, is tried again.
-UNANSWERED_AGAIN_S: Final = 30.0
+UNANSWERED_RETRY_S: Final = 30.0
 
 # A reply longer than this, in bytes, is parsed in a thread, so that the drain goes on.
-AT_ONCE: Final = 2**20
+LONG_BYTES: Final = 2**20
 # A long reply becomes a dead letter after so many ingesters ended (were killed) while reading it.
-MOST_BEGUN: Final = 3
-READING_ENDS_INGESTERS: Final = f"{MOST_BEGUN} ingesters ended while they read its reply"
+MOST_READINGS: Final = 3
+READING_ENDS_INGESTERS: Final = f"{MOST_READINGS} ingesters ended while they read its reply"
 # Longest time to read pieces, in seconds, before the records in them are stored.
 READ_S: Final = 0.25
 
@@ -61,7 +61,7 @@ REASONS: Final[dict[HoldReason, str]] = {
 }
 
 
-def is_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
+def is_retry_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
     """Return whether a held piece is to be tried again, at `now` by the monotonic clock.
 
     A suspect is due once another record of its type was stored (`stored`: the turn in which a
@@ -71,15 +71,15 @@ def is_due(held: HeldPiece, stored: dict[type, int], now: float) -> bool:
     """
     if held.why == "suspect":
         return held.kind is not None and stored.get(held.kind, -1) >= held.turn
-    return now - held.at >= (LETTER_AGAIN_S if held.why == "letter" else UNANSWERED_AGAIN_S)
+    return now - held.at >= (LETTER_RETRY_S if held.why == "letter" else UNANSWERED_RETRY_S)
 
 
 # After so many failures in a row while PostgreSQL answers, records are stored one by one: one of
 # them may be the cause.
-PATIENCE: Final = 5
+MOST_FAILURES: Final = 5
 # The same limit while PostgreSQL is read-only, as it may be for a while after a failover: no record
 # is the cause of that.
-READ_ONLY_PATIENCE: Final = 60
+MOST_READ_ONLY_FAILURES: Final = 60
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
@@ -128,7 +128,7 @@ class BatchWriter:
     @property
     def one_by_one(self) -> bool:
         """Return whether to settle one record at a time, because one may cause the failures."""
-        return self.failures >= PATIENCE
+        return self.failures >= MOST_FAILURES
 
     def begin_turn(self) -> None:
         """Begin another turn of the drain, and clear the last one's `trouble`."""
@@ -136,21 +136,21 @@ class BatchWriter:
         self.trouble = ""
 
     async def count_error(self, engine: AsyncEngine, error: Exception) -> bool:
-        """Count a failed turn, and return whether PostgreSQL answers but keeps failing.
+        """Count a failed turn; return whether PostgreSQL answers, but has failed too often.
 
         While PostgreSQL does not answer, nothing is counted: no record is the cause of that.
         """
         if not (is_lasting_refusal(error) or await is_answering(engine)):
             return False
         self.failures += 1
-        patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
+        patience = MOST_READ_ONLY_FAILURES if is_read_only(error) else MOST_FAILURES
         return bool(self.trouble) or self.failures >= patience
 
     @property
     def is_reading_long_reply(self) -> bool:
         return self._long is not None
 
-    def read(self, pieces: Iterable[Piece], at_once: float = AT_ONCE) -> list[Entry]:
+    def read(self, pieces: Iterable[Piece], at_once: float = LONG_BYTES) -> list[Entry]:
         """Read pieces of a segment in order: each as a redacted record, or why it has none.
 
         The last pieces are left out if reading takes too long. A call whose reply is longer than
@@ -286,7 +286,7 @@ class BatchWriter:
                 if held.why == "long":
                     moved += await self._try_long(engine, segment, held)
                     continue
-                if is_due(held, self._stored, monotonic()):
+                if is_retry_due(held, self._stored, monotonic()):
                     moved += await self._try_again(engine, segment, held)
                 if held.piece.start in segment.held:
                     self.trouble = REASONS[held.why]
@@ -320,7 +320,7 @@ class BatchWriter:
         await self.settle(engine, segment, entries)
         if segment.held.get(held.piece.start) is not held:
             return False
-        segment.release(held)
+        segment.forget_held(held)
         return True
 
     def _note_read_error(self, segment: Segment, error: OSError) -> None:
@@ -329,7 +329,7 @@ class BatchWriter:
 
     def _read_long(self, segment: Segment, piece: Piece) -> list[Entry]:
         piece = piece._replace(data=segment.read(piece.begin, piece.end))
-        if segment.begin_reading(piece) >= MOST_BEGUN:
+        if segment.begin_reading(piece) >= MOST_READINGS:
             return [Entry(piece, None, READING_ENDS_INGESTERS)]
         entries = self.read([piece], inf)
         segment.end_reading()
@@ -362,7 +362,7 @@ class BatchWriter:
                 entry = Entry(piece, None, _reason(error))
         if entry.record is None and not await self._write_letters(segment, [entry]):
             return False
-        segment.release(held)
+        segment.forget_held(held)
         return True
 
 

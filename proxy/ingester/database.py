@@ -33,7 +33,7 @@ log = structlog.get_logger()
 WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 # Longest single wait for an embedded server. Short, so that the ingester can be stopped meanwhile.
-LOOK_S: Final = 5.0
+EMBEDDED_WAIT_S: Final = 5.0
 # So many of the newest changes of policies are searched for changes by hand at one look.
 MOST_EVENTS: Final = 200
 
@@ -153,7 +153,7 @@ class Database:
             return self._settings.database_url.get_secret_value()
         if self._embedded is None:
             self._embedded = EmbeddedPostgres(self._settings.data_dir)
-        return await asyncio.to_thread(self._embedded.ensure_running, within_s=LOOK_S)
+        return await asyncio.to_thread(self._embedded.ensure_running, within_s=EMBEDDED_WAIT_S)
 
     async def _watch_once(self) -> None:
         assert self._engine is not None

@@ -49,7 +49,7 @@ from proxy.metrics import (
 )
 from proxy.redaction import Redactor
 from proxy.spool.folders import lock_file
-from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, note_stored, read_outage
+from proxy.spool.outages import OUTAGE, OutageFile, RecordingOutage, mark_outage_stored, read_outage
 from proxy.spool.segments import MOST_INFLATED, Piece
 from proxy.tool_events import ResultReaders
 from store.database import is_answering, prevents_all_storing
@@ -59,7 +59,7 @@ from store.write.ingest import Ingester
 log = structlog.get_logger()
 
 # Interval between two looks at the outage files.
-OUTAGE_LOOK_S: Final = 1.0
+OUTAGE_CHECK_S: Final = 1.0
 # An outage that lasts is stored whenever it has grown by this much.
 OUTAGE_PATIENCE_S: Final = 30.0
 CANNOT_STORE_OUTAGE: Final = "a recording outage cannot be read, or PostgreSQL does not take it"
@@ -88,7 +88,7 @@ class RecordingOutages:
         """
         if monotonic() < self._not_before:
             return
-        self._not_before = monotonic() + OUTAGE_LOOK_S
+        self._not_before = monotonic() + OUTAGE_CHECK_S
         for path, outage in (await self.outages_to_store()).items():
             if outage.until is None:
                 now = time()
@@ -107,7 +107,7 @@ class RecordingOutages:
         outages = {}
         for path in await asyncio.to_thread(lambda: sorted(files_in_folders(self._root, OUTAGE))):
             try:
-                outage = await asyncio.to_thread(_not_stored, path)
+                outage = await asyncio.to_thread(_unstored_outage, path)
             except OSError as error:
                 self._fail(path, error)
                 continue
@@ -144,7 +144,7 @@ class RecordingOutages:
 
     async def _note_stored(self, path: Path, outage: RecordingOutage) -> None:
         try:
-            await asyncio.to_thread(note_stored, path, outage)
+            await asyncio.to_thread(mark_outage_stored, path, outage)
         except OSError as error:
             # The outage is stored again later, which changes nothing.
             self._fail(path, error)
@@ -157,13 +157,13 @@ class RecordingOutages:
         self.trouble = CANNOT_STORE_OUTAGE
 
 
-def _not_stored(path: Path) -> RecordingOutage | None:
+def _unstored_outage(path: Path) -> RecordingOutage | None:
     """Return a file's outage if the database lacks it, else None; end it if its worker is gone.
 
     Raises:
         OSError: the file cannot be read, or the outage cannot be ended.
     """
-    outage = read_outage(path).not_stored
+    outage = read_outage(path).unstored
     if outage is None or outage.until is not None:
         return outage
     try:
@@ -178,11 +178,11 @@ def _not_stored(path: Path) -> RecordingOutage | None:
             file.close()
     finally:
         lock.release()
-    return read_outage(path).not_stored
+    return read_outage(path).unstored
 
 
 State = Literal["moving", "waiting", "stuck"]
-MOST_REASON: Final = 200
+MOST_REASON_LENGTH: Final = 200
 
 
 class DrainState:
@@ -203,7 +203,7 @@ class DrainState:
         # Number of held pieces.
         self.held = 0
 
-    def note(self, state: State, reason: str = "") -> None:
+    def set_state(self, state: State, reason: str = "") -> None:
         """Set the state after a look at the spool."""
         if state != self.state:
             self._since = self._clock()
@@ -211,7 +211,7 @@ class DrainState:
             self._stuck_since = None
         elif state == "stuck":
             self._stuck_since = self._since = self._stuck_since or self._since
-        self.state, self.reason = state, reason[:MOST_REASON]
+        self.state, self.reason = state, reason[:MOST_REASON_LENGTH]
 
     @property
     def stuck_s(self) -> float:
@@ -231,12 +231,12 @@ class DrainState:
 RETRY_S: Final = 1.0
 # Most records that one transaction stores.
 BATCH: Final = 256
-IDLE_S: Final = 0.1
+IDLE_PAUSE_S: Final = 0.1
 # Longest wait of `count` for a batch that is being stored.
-COUNT_S: Final = 1.0
+COUNT_WAIT_S: Final = 1.0
 # Pause after a turn that stored all records, so that the next batch is larger: more records then
 # share the cost of a transaction, here and in PostgreSQL.
-GATHER_S: Final = 0.03
+GATHER_PAUSE_S: Final = 0.03
 
 
 class Drainer:
@@ -275,7 +275,7 @@ class Drainer:
         self.progress = DrainState()
 
     @property
-    def waiting(self) -> int:
+    def waiting_records(self) -> int:
         """Return how many records waited on disk at the last look."""
         return sum(segment.waiting for segment in self._segments.values())
 
@@ -303,27 +303,27 @@ class Drainer:
         if moved is None:
             await self._await_connection()
         elif moved == 0:
-            await self._pause(IDLE_S)
+            await self._pause(IDLE_PAUSE_S)
         elif not (self._is_behind or self._writer.one_by_one):
-            await self._pause(GATHER_S)
+            await self._pause(GATHER_PAUSE_S)
 
     async def _await_connection(self) -> None:
         """Pause for `RETRY_S` seconds, or until the first connection has been made."""
         over = monotonic() + RETRY_S
         while self._connect() is None and monotonic() < over and not self._stopping.is_set():
-            await self._pause(IDLE_S)
+            await self._pause(IDLE_PAUSE_S)
 
     async def _note_failure(self, error: Exception) -> None:
         reason = type(error).__name__
         if not prevents_all_storing(error):
             log.exception("drain_failed")
-            self.progress.note("stuck", reason)
+            self.progress.set_state("stuck", reason)
         elif await self._database_keeps_failing(error):
             log.error("drain_stuck", reason=reason)
-            self.progress.note("stuck", f"PostgreSQL answers but stores no records: {reason}")
+            self.progress.set_state("stuck", f"PostgreSQL answers but stores no records: {reason}")
         else:
             log.warning("drain_waits", reason=reason)
-            self.progress.note("waiting", reason)
+            self.progress.set_state("waiting", reason)
 
     async def _database_keeps_failing(self, error: Exception) -> bool:
         """Return whether PostgreSQL answers but keeps failing; this never raises."""
@@ -336,11 +336,11 @@ class Drainer:
 
     def _note_progress(self, moved: int | None) -> None:
         if moved is None:
-            self.progress.note("waiting", "there is no connection to PostgreSQL yet")
+            self.progress.set_state("waiting", "there is no connection to PostgreSQL yet")
         elif trouble := self._writer.trouble or self.outages.trouble:
-            self.progress.note("stuck", trouble)
+            self.progress.set_state("stuck", trouble)
         else:
-            self.progress.note("moving")
+            self.progress.set_state("moving")
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -351,14 +351,14 @@ class Drainer:
     async def count(self) -> None:
         """Count the records that the workers have written up to now.
 
-        If storing the present batch takes longer than `COUNT_S`, they are counted later: a scrape
-        of the metrics must not wait for PostgreSQL.
+        If storing the present batch takes longer than `COUNT_WAIT_S`, they are counted later: a
+        scrape of the metrics must not wait for PostgreSQL.
         """
         try:
-            async with asyncio.timeout(COUNT_S):
+            async with asyncio.timeout(COUNT_WAIT_S):
                 await self._busy.acquire()
         except TimeoutError:
-            log.warning("counting_put_off", waited_s=COUNT_S)
+            log.warning("counting_put_off", waited_s=COUNT_WAIT_S)
             # Records that the batch has stored so far do not wait any more.
             self._set_metrics()
             return
@@ -400,9 +400,9 @@ class Drainer:
             if moved == 0:
                 if not self._writer.is_reading_long_reply:
                     return
-                await asyncio.sleep(IDLE_S)
+                await asyncio.sleep(IDLE_PAUSE_S)
             if moved is None:
-                if not self.waiting:
+                if not self.waiting_records:
                     return
                 await asyncio.sleep(RETRY_S)
 
@@ -499,7 +499,7 @@ class Drainer:
 
     def _set_metrics(self) -> None:
         segments = self._segments.values()
-        SPOOLED.set(self.waiting)
+        SPOOLED.set(self.waiting_records)
         DRAIN_LAG.set(sum(max(s.counted.offset - s.stored.offset, 0) for s in segments))
         self.progress.held = sum(len(s.held) for s in segments)
         DRAIN_STUCK.set(self.progress.stuck_s)

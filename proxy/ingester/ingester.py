@@ -19,13 +19,13 @@ from proxy.feedback import KeyFiles
 from proxy.ingester.admin import OwnersFile, admin_app, count_unsettled
 from proxy.ingester.database import Database
 from proxy.ingester.drain import Drainer
-from proxy.ingester.removing import DeletedLetters, remove_outdated, remove_pending
+from proxy.ingester.removing import DeadLetterCleaner, remove_outdated, remove_pending
 from proxy.keys import KeyChecker, KeyFile
 from proxy.metrics import EVAL_EPISODES, EVAL_REWARD, INITIAL_LABELS
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.shared_memory import ProcessState
-from proxy.spool.folders import PRIVATE, Lock, lock_file
+from proxy.spool.folders import PRIVATE_MODE, Lock, lock_file
 from store.admin_port import serve_app
 from store.database import is_unavailable, prevents_all_storing
 from store.metrics import begin_at_zero, show_version
@@ -33,17 +33,17 @@ from store.read.evaluations import evaluations
 
 log = structlog.get_logger()
 
-LOOK_S: Final = 0.1
+LOCK_RETRY_S: Final = 0.1
 # Seconds between two runs of a repeated task.
-KEYS_S: Final = 600.0
-EVALUATIONS_S: Final = 2.0
-DELETED_S: Final = 10.0
-OUTDATED_S: Final = 600.0
+CLEAN_KEYS_EVERY_S: Final = 600.0
+SHOW_EVALUATIONS_EVERY_S: Final = 2.0
+REMOVE_DELETED_EVERY_S: Final = 10.0
+REMOVE_OUTDATED_EVERY_S: Final = 600.0
 # Seconds from the start to the first removal of outdated records.
-OUTDATED_FIRST_S: Final = 10.0
+FIRST_REMOVE_OUTDATED_S: Final = 10.0
 # A pause is at least this many times as long as the work before it, so that slow work (very many
 # episodes of evaluation) does not keep the database busy.
-LOOK_SHARE: Final = 20
+LEAST_PAUSE_RATIO: Final = 20
 
 
 @asynccontextmanager
@@ -65,7 +65,7 @@ async def run_ingester(
     """
     redactor = open_redactor(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
-    settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    settings.spool_dir.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
     lock = await _wait_for_lock(settings.spool_dir / "lock", patience_s)
     try:
         async with _run_with_lock(settings, redactor, processes):
@@ -84,7 +84,7 @@ async def _wait_for_lock(path: Path, patience_s: float) -> Lock:
         except SpoolInUse:
             if loop.time() >= deadline:
                 raise
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LOCK_RETRY_S)
 
 
 @asynccontextmanager
@@ -143,19 +143,19 @@ async def _run_with_lock(
 def _start_side_tasks(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
     """Start the ingester's periodic tasks; each runs until it is cancelled."""
     root, connect, days = settings.spool_dir, database.engine, settings.keep_days
-    files, deleted = KeyFiles(root), DeletedLetters(root)
+    files, deleted = KeyFiles(root), DeadLetterCleaner(root)
     work = {
-        "clean-keys": repeat(partial(clean_keys, files), connect, KEYS_S),
-        "evaluations": repeat(show_evaluations, connect, EVALUATIONS_S, 0.0),
-        "deleted": repeat(deleted.remove, connect, DELETED_S),
+        "clean-keys": repeat(partial(clean_keys, files), connect, CLEAN_KEYS_EVERY_S),
+        "evaluations": repeat(show_evaluations, connect, SHOW_EVALUATIONS_EVERY_S, 0.0),
+        "deleted": repeat(deleted.remove, connect, REMOVE_DELETED_EVERY_S),
         "pending": repeat(
             partial(remove_pending, settings.keep_pending_days),
-            *(connect, OUTDATED_S, OUTDATED_FIRST_S),
+            *(connect, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S),
         ),
     }
     if days is not None:
         remove = partial(remove_outdated, root, days)
-        work["outdated"] = repeat(remove, connect, OUTDATED_S, OUTDATED_FIRST_S)
+        work["outdated"] = repeat(remove, connect, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S)
     return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
 
 
@@ -168,7 +168,8 @@ async def repeat(
     """Repeat work until cancelled; a failure is logged, and the work is tried again.
 
     `connect` returns the engine to pass to `work`, None before the first connection. `first_s` is
-    the pause before the first run, by default `pause_s`.
+    the pause before the first run (None: `pause_s`). Later pauses take `pause_s`, or
+    `LEAST_PAUSE_RATIO` times as long as the work before, if that is longer.
     """
     task = asyncio.current_task()
     name = "" if task is None else task.get_name()
@@ -181,12 +182,12 @@ async def repeat(
             # This task must not end.
             write_log = log.warning if is_unavailable(error) else log.exception
             write_log("work_put_off", task=name, reason=type(error).__name__)
-        await asyncio.sleep(max(pause_s, LOOK_SHARE * (perf_counter() - began)))
+        await asyncio.sleep(max(pause_s, LEAST_PAUSE_RATIO * (perf_counter() - began)))
 
 
 async def clean_keys(files: KeyFiles, _: AsyncEngine | None) -> None:
     """Delete this machine's idempotency keys that are older than a day, or too many."""
-    log.info("idempotency_keys_forgotten", keys=await asyncio.to_thread(files.clean))
+    log.info("idempotency_keys_forgotten", keys=await asyncio.to_thread(files.delete_old))
 
 
 async def show_evaluations(engine: AsyncEngine | None) -> None:
@@ -215,5 +216,5 @@ async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: 
         # The rest of the ingester must still shut down in order.
         if not prevents_all_storing(error):
             log.exception("drain_failed")
-    if drainer.waiting:
-        log.warning("spool_left", records=drainer.waiting)
+    if drainer.waiting_records:
+        log.warning("spool_left", records=drainer.waiting_records)

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.ingester.segment_reader import segment_files
 from proxy.metrics import OUTDATED
-from proxy.spool.folders import PRIVATE
+from proxy.spool.folders import PRIVATE_MODE
 from proxy.spool.segments import (
     CapturedCall,
     Frame,
@@ -40,9 +40,9 @@ from store.tombstones import Named, known_tombstones, last_deletion, tombstones_
 
 log = structlog.get_logger()
 
-FOLDER: Final = "dead"
-LETTER: Final = ".letter"
-REASON: Final = ".reason"
+LETTERS_FOLDER: Final = "dead"
+LETTER_SUFFIX: Final = ".letter"
+REASON_SUFFIX: Final = ".reason"
 
 
 class DeadLetter(NamedTuple):
@@ -59,13 +59,15 @@ def write_dead_letters(root: Path, letters: Sequence[DeadLetter]) -> None:
     Raises:
         OSError: they could not all be written.
     """
-    folder = root / FOLDER
+    folder = root / LETTERS_FOLDER
     if not folder.exists():
-        folder.mkdir(mode=PRIVATE)
+        folder.mkdir(mode=PRIVATE_MODE)
         sync(root)
     for letter in letters:
-        write_private(folder / f"{letter.name}{REASON}", letter.reason.encode(errors="replace"))
-        write_private(folder / f"{letter.name}{LETTER}", letter.data)
+        write_private(
+            folder / f"{letter.name}{REASON_SUFFIX}", letter.reason.encode(errors="replace")
+        )
+        write_private(folder / f"{letter.name}{LETTER_SUFFIX}", letter.data)
     sync(folder)
 
 
@@ -86,7 +88,7 @@ def without_deleted(frame: Frame, deleted: Set[UUID]) -> Frame | None:
     return tombstones.without_deleted(frame, deleted)
 
 
-class DeletedLetters:
+class DeadLetterCleaner:
     """Remove this machine's dead letters about deleted episodes."""
 
     def __init__(self, root: Path) -> None:
@@ -114,7 +116,7 @@ class DeletedLetters:
 
 def dead_letters_in(root: Path) -> list[Path]:
     """Return the dead letters of the spool at `root`."""
-    return sorted((root / FOLDER).glob(f"*{LETTER}"))
+    return sorted((root / LETTERS_FOLDER).glob(f"*{LETTER_SUFFIX}"))
 
 
 async def remove_letters(
@@ -163,7 +165,7 @@ def replace_letter(path: Path, remaining: Frame | None) -> None:
     Raises:
         OSError: the disk fails.
     """
-    reason = path.with_suffix(REASON)
+    reason = path.with_suffix(REASON_SUFFIX)
     if remaining is None:
         path.unlink(missing_ok=True)
         reason.unlink(missing_ok=True)
@@ -201,11 +203,11 @@ def _frames_in(path: Path) -> list[Frame]:
 
 
 # Pause between two steps, so that records are stored meanwhile.
-STEP_S: Final = 0.05
+REMOVAL_PAUSE_S: Final = 0.05
 
 
 async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> None:
-    """Remove records older than `days` from the database and from the letters at `root`."""
+    """Remove records older than `days` days from the database and the dead letters at `root`."""
     if engine is None:
         return
     # A clock that is set ahead must not remove new records: two clocks have to agree.
@@ -219,19 +221,19 @@ async def remove_outdated(root: Path, days: int, engine: AsyncEngine | None) -> 
 
 
 async def remove_pending(days: int, engine: AsyncEngine | None) -> None:
-    """Remove statements that have waited `days` for their target, step by step, and count them."""
+    """Remove statements that have waited `days` days for their target; count them in a metric."""
     while engine is not None and (removed := await retaining.remove_pending(engine, days)):
         OUTDATED.labels("pending").inc(removed)
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(REMOVAL_PAUSE_S)
 
 
 async def remove_outdated_records(engine: AsyncEngine, before: date) -> None:
-    """Remove the database's records from before a day, step by step, and count them."""
+    """Remove the database's records from before a day; count them in a metric."""
     after = LOWEST_ID
     while (removed := await remove_some(engine, before, after)) is not None:
         after = removed.last
         _count(removed)
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(REMOVAL_PAUSE_S)
 
 
 def _count(removed: Removed) -> None:

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import structlog
 
-from proxy.spool.folders import OPEN, SEALED, is_held
+from proxy.spool.folders import OPEN_SUFFIX, SEALED_SUFFIX, is_held
 from proxy.spool.segments import FRAME_NUMBERS, Piece, read_pieces
 
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ class Segment:
     @property
     def sealed(self) -> bool:
         """Return whether the segment will not grow: it was sealed, or its worker is gone."""
-        return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
+        return self.path.suffix == SEALED_SUFFIX or not is_held(self.path.parent / "lock")
 
     def has_grown(self) -> bool:
         """Return whether the file has bytes beyond those that were counted."""
@@ -168,7 +168,7 @@ class Segment:
 
     def _existing(self) -> Path:
         if not self.path.exists():
-            self.path = self.path.with_suffix(SEALED)
+            self.path = self.path.with_suffix(SEALED_SUFFIX)
         return self.path
 
     def count(self, piece: Piece) -> int:
@@ -213,7 +213,7 @@ class Segment:
         """
         self.path.with_suffix(BEGUN_SUFFIX).unlink(missing_ok=True)
 
-    def release(self, held: HeldPiece) -> None:
+    def forget_held(self, held: HeldPiece) -> None:
         """Forget a held piece that has been settled."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
@@ -264,7 +264,7 @@ class Segment:
         A worker deletes a segment that stayed empty. If the segment had records, they count as
         dropped at the next look.
         """
-        names = (self.path.with_suffix(suffix) for suffix in (OPEN, SEALED))
+        names = (self.path.with_suffix(suffix) for suffix in (OPEN_SUFFIX, SEALED_SUFFIX))
         return isinstance(error, FileNotFoundError) and not any(map(lexists, names))
 
     def pause_after_failure(self, error: OSError) -> None:
@@ -278,7 +278,7 @@ class Segment:
         Raises:
             OSError: it could not be deleted.
         """
-        for suffix in (OPEN, SEALED, PLACE_SUFFIX, BEGUN_SUFFIX):
+        for suffix in (OPEN_SUFFIX, SEALED_SUFFIX, PLACE_SUFFIX, BEGUN_SUFFIX):
             self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 
@@ -312,7 +312,7 @@ def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
 
     A segment is `ID.open` while it grows, and `ID.seg` after that.
     """
-    by_stem = {path.stem: path for path in files_in_folders(root, f"*{OPEN}")}
+    by_stem = {path.stem: path for path in files_in_folders(root, f"*{OPEN_SUFFIX}")}
     # A segment that is sealed in between may be found under both names.
-    by_stem |= {path.stem: path for path in files_in_folders(root, f"*{SEALED}")}
+    by_stem |= {path.stem: path for path in files_in_folders(root, f"*{SEALED_SUFFIX}")}
     yield from sorted(by_stem.items())

@@ -43,7 +43,7 @@ _RESULT: Final = "tool_result"
 def question_of(call: CallRecord) -> bytes | None:
     """Return a digest of the users' messages in a call's request.
 
-    Return None if the request cannot be read, these are empty, or the wire format is unknown.
+    Return None if the request cannot be read, has no such text, or its wire format is unknown.
     """
     wire_format = FORMATS.get(call.dialect)
     if wire_format is None or call.request is None:
@@ -115,7 +115,7 @@ def read_entry(
 ) -> Entry:
     """Return the record of a piece, or why it has none.
 
-    The reason is `TAKES_LONG` if its reply is longer than `at_once` bytes.
+    The reason is `TAKES_LONG` if the call's reply is longer than `at_once` bytes.
 
     This never raises: a record that cannot be read must not stop the others.
     """
@@ -199,7 +199,7 @@ def transcribe(
             captured.http_status,
             captured.policy_version,
             facts.sampled,
-            settings.why_not,
+            settings.why_not_replayed,
             only_text=raw_fields is None or turns.only_text(raw_fields),
             is_side=side is not None,
         )

@@ -34,7 +34,7 @@ class Owners:
         # The default tenant if it owns all policies: nothing is hidden from it. Else None.
         self.sole = None if self._tenants_of_policies else DEFAULT
 
-    def learn_keys(self, tenants: Iterable[str]) -> None:
+    def learn_tenants(self, tenants: Iterable[str]) -> None:
         """Replace the tenants that ever had a key."""
         self._tenants_of_keys = frozenset(tenants) - {DEFAULT}
         self._learn_others()
@@ -53,7 +53,8 @@ class Owners:
         """Return whether `model` is a version's name, `NAME@3`, and NAME no policy of the tenant.
 
         Other tenants' versions look like unknown versions: neither is requested at the upstream.
-        Nothing is hidden from the tenant `sole`, nor is a base model with a name of that form.
+        Nothing is hidden from the tenant `sole`, which owns all policies, and no base model, even
+        with a name of that form.
         """
         if model is None or tenant == self.sole or model in self._bases:
             return False

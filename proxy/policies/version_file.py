@@ -8,12 +8,12 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.spool.folders import PRIVATE
+from proxy.spool.folders import PRIVATE_MODE
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
-NAME: Final = "policies.json"
+FILE_NAME: Final = "policies.json"
 WATCH_S: Final = 0.1
 
 
@@ -22,7 +22,7 @@ class VersionFile:
 
     def __init__(self, spool_dir: Path) -> None:
         """Set the file's path in `spool_dir`; nothing is read yet."""
-        self._path = spool_dir / NAME
+        self._path = spool_dir / FILE_NAME
         self._seen: tuple[int, int] | None = None
 
     def exists(self) -> bool:
@@ -31,7 +31,7 @@ class VersionFile:
 
     def write(self, versions: list[PolicyVersion]) -> None:
         """Replace the file atomically; make its folder if it is missing."""
-        self._path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
         partial = self._path.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(versions))
         partial.replace(self._path)

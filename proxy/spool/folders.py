@@ -10,10 +10,10 @@ from typing import Final
 from proxy.errors import SpoolInUse
 
 # Records hold prompts and replies: only the proxy's own user may read them.
-PRIVATE: Final = 0o700
+PRIVATE_MODE: Final = 0o700
 LOCK: Final = "lock"
-OPEN: Final = ".open"
-SEALED: Final = ".seg"
+OPEN_SUFFIX: Final = ".open"
+SEALED_SUFFIX: Final = ".seg"
 # Numbers of disk errors that may pass by themselves; any other is a mistake in the set-up.
 PASSING_ERRORS: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
@@ -26,7 +26,7 @@ class Lock:
     def __init__(self, handle: int) -> None:
         self._handle = handle
 
-    def is_of(self, path: Path) -> bool:
+    def is_lock_on(self, path: Path) -> bool:
         """Return whether `path` is still the locked file.
 
         Raises:
@@ -82,12 +82,12 @@ class WorkerFolder:
             SpoolInUse: another process holds it.
             OSError: it cannot be created or written.
         """
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
         self.folder = folder
         self._lock = lock_file(folder / LOCK)
         try:
             # Segments that an earlier worker left open; no process writes to them.
-            self.left_open = sorted(folder.glob(f"*{OPEN}"))
+            self.left_open = sorted(folder.glob(f"*{OPEN_SUFFIX}"))
         except OSError:
             self._lock.release()
             raise
@@ -98,7 +98,7 @@ class WorkerFolder:
         Raises:
             OSError: the lock file cannot be examined.
         """
-        return not self._lock.is_of(self.folder / LOCK)
+        return not self._lock.is_lock_on(self.folder / LOCK)
 
     def release(self) -> None:
         self._lock.release()

@@ -56,7 +56,7 @@ class OutageState(NamedTuple):
     stored: RecordingOutage | None
 
     @property
-    def not_stored(self) -> RecordingOutage | None:
+    def unstored(self) -> RecordingOutage | None:
         """Return the worker's outage, or None if it is stored with its end, or there is none."""
         return None if self.outage == self.stored else self.outage
 
@@ -131,11 +131,11 @@ class OutageFile:
         outage = self._outage
         if self.is_lasting and outage is not None and outage.since <= now:
             return False
-        not_stored = _read(self._file).not_stored
-        if not_stored is not None:
+        unstored = _read(self._file).unstored
+        if unstored is not None:
             # Merge with it, also if it lasts and the clock was set back.
-            self._merged |= not_stored.until is not None
-            self._set(RecordingOutage(not_stored.id, min(not_stored.since, now), None))
+            self._merged |= unstored.until is not None
+            self._set(RecordingOutage(unstored.id, min(unstored.since, now), None))
         else:
             self._merged, self._latest = False, now
             self._set(RecordingOutage(new_id().bytes, now, None))
@@ -144,8 +144,8 @@ class OutageFile:
     def mark_records_lost_until(self, now: float, *, named: bool) -> RecordingOutage | None:
         """End the present outage; return it, or None if there is none or it was discarded.
 
-        `named`: gaps name all episodes that lost a record since the outage began. It is then
-        discarded, unless it was merged with an earlier one.
+        `named`: gaps name all episodes that lost a record since the outage began. The outage is
+        then discarded, unless it was merged with an earlier one.
 
         Raises:
             OSError: the write failed; the outage lasts.
@@ -174,7 +174,7 @@ def read_outage(path: Path) -> OutageState:
     return parse_state(path.read_bytes())
 
 
-def note_stored(path: Path, outage: RecordingOutage) -> None:
+def mark_outage_stored(path: Path, outage: RecordingOutage) -> None:
     """Note in an outage file that PostgreSQL has stored `outage`; only the ingester calls this.
 
     Raises:

@@ -127,8 +127,8 @@ class Spool:
         self._gathered.append((frame, future, mark))
         return future
 
-    def under_way_s(self) -> float:
-        """Return for how many seconds the disk has been busy with the present commit."""
+    def commit_under_way_s(self) -> float:
+        """Return for how many seconds the disk has been busy with a commit; 0 if it is not."""
         if not self._in_commit and not self._stalled:
             return 0.0
         return asyncio.get_running_loop().time() - self._began
@@ -281,7 +281,7 @@ GAP: Final = "\0gap"
 
 
 class Recorder:
-    """Write one worker's records; one that cannot be written is counted, and a gap names it."""
+    """Write one worker's records; count those that cannot be written, and note them by gaps."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class Recorder:
             note=self._gap_of,
         )
 
-    def take(self, record: CapturedCall) -> "asyncio.Future[bool]":
+    def queue_call(self, record: CapturedCall) -> "asyncio.Future[bool]":
         """Queue a call's record; the future's result is whether it is durable.
 
         The record is written whether or not the future is awaited.
@@ -347,7 +347,7 @@ class Recorder:
         return lost
 
     async def append(self, record: Frame) -> bool:
-        """Write a record that is no captured call (feedback); return whether it is durable."""
+        """Write a feedback record; return whether it is durable."""
         if self._redactor is not None and isinstance(record, FeedbackRecord):
             record = self._redactor.redact_feedback(record)
         return await self._append(record, "")
@@ -361,9 +361,9 @@ class Recorder:
             return self.count_lost(episode)
         return self._spool.append(frame, episode)
 
-    def under_way_s(self) -> float:
-        """Return for how many seconds the disk has been busy with the present commit."""
-        return self._spool.under_way_s()
+    def commit_under_way_s(self) -> float:
+        """Return for how many seconds the disk has been busy with a commit; 0 if it is not."""
+        return self._spool.commit_under_way_s()
 
     def _gap_of(self, marks: list[str]) -> bytes:
         """Return a gap's frame for the episodes of lost frames, or empty bytes if none has one."""

@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from proxy.spool.folders import OPEN, SEALED, WorkerFolder
+from proxy.spool.folders import OPEN_SUFFIX, SEALED_SUFFIX, WorkerFolder
 from proxy.spool.outages import OutageFile
 from proxy.spool.segments import PROCESS_MARK
 from store.files import sync
@@ -41,7 +41,7 @@ class SegmentFile:
         Raises:
             OSError: the disk refuses it; the file is deleted if possible.
         """
-        self.path = folder / f"{new_id()}_{PROCESS_MARK.hex()}{OPEN}"
+        self.path = folder / f"{new_id()}_{PROCESS_MARK.hex()}{OPEN_SUFFIX}"
         self.size = 0
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
@@ -357,7 +357,7 @@ def _close(file: SegmentFile | OutageFile) -> None:
 def _rename_to_sealed(path: Path) -> bool:
     """Rename a finished segment; return False if that must be tried again."""
     try:
-        path.rename(path.with_suffix(SEALED))
+        path.rename(path.with_suffix(SEALED_SUFFIX))
     except FileNotFoundError:
         log.error("segment_removed", segment=str(path), by="somebody else")
     except OSError as error:

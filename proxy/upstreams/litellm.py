@@ -335,7 +335,7 @@ class LitellmReply:
         """Return True: the body is in memory."""
         return True
 
-    def unread(self) -> bytes:
+    def unread_bytes(self) -> bytes:
         """Return empty bytes: a reply in memory does not break off."""
         return b""
 

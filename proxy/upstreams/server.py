@@ -56,7 +56,7 @@ RAW_DEFLATE: Final = -zlib.MAX_WBITS
 MAGIC: Final = b"\x1f\x8b"
 FIRST_ERROR_STATUS: Final = 400
 # Bytes decoded at once: a small piece may decode to very many.
-STEP: Final = 256 * 1024
+DECODED_STEP_BYTES: Final = 256 * 1024
 
 
 class Decoder:
@@ -67,14 +67,14 @@ class Decoder:
         self._begun = False
 
     def decode(self, data: bytes) -> Iterator[bytes]:
-        """Yield the decoded `data`, at most `STEP` bytes at once.
+        """Yield the decoded `data`, at most `DECODED_STEP_BYTES` bytes at once.
 
         Raises:
             Torn: the data is neither gzip nor deflate.
         """
         while data:
             try:
-                piece = self._engine.decompress(data, STEP)
+                piece = self._engine.decompress(data, DECODED_STEP_BYTES)
             except zlib.error as error:
                 if self._begun:
                     raise Torn(f"its content coding is broken: {error}") from error
@@ -159,9 +159,9 @@ class DecodedReply:
         self._decoder.check_end()
         return b"".join(pieces)
 
-    def unread(self) -> bytes:
+    def unread_bytes(self) -> bytes:
         """Return the bytes of a torn body, still coded, for they may not be decodable."""
-        return self.raw or self.coded.unread()
+        return self.raw or self.coded.unread_bytes()
 
     def close(self) -> None:
         """Close the original reply."""
@@ -251,7 +251,7 @@ ANTHROPIC_PATHS: Final = ("/v1/messages", "/v1/models")
 ANTHROPIC_VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
 
-class Key:
+class UpstreamKey:
     """The proxy's own key for an upstream, and the style of header that it is sent in."""
 
     __slots__ = ("_bearer", "_plain", "_style")
@@ -342,10 +342,10 @@ PROBE_TOOL: Final = {
 # No model server restarts, with another template, in so short a time.
 TEMPLATE_S: Final = 10.0
 VLLM_OWNER: Final = "vllm"
-LOOK_S: Final = 10.0
+LIST_WAIT_S: Final = 10.0
 # A name that is missing from the server's list of models may come later. The list is fetched at
 # most once in so many seconds, whatever names clients ask for.
-LOOK_AGAIN_S: Final = 2.0
+LIST_EVERY_S: Final = 2.0
 # A server that did not answer may be starting, so it is tried again sooner.
 RETRY_S: Final = 0.5
 # A server that lists new names each time must not fill the memory.
@@ -385,7 +385,7 @@ class Upstream:
         urls: Sequence[str],
         *,
         silence_s: float,
-        key: Key | None = None,
+        key: UpstreamKey | None = None,
         called: str = "The model server that PAWL_UPSTREAM_URL names",
     ) -> None:
         """Prepare the replicas at the base URLs `urls`; `called` is the name in error messages.
@@ -398,7 +398,7 @@ class Upstream:
         self._silence_s = silence_s
         self._key = key
         # Whether requests are sent with our own key in place of the client's.
-        self.keyed = key is not None
+        self.sends_own_key = key is not None
         self._called = called
         # Whether a model gives ids, by its name: only names that the server listed or our trainer
         # loaded, never those of requests, which could fill the memory.
@@ -478,7 +478,7 @@ class Upstream:
         if len(self.replicas) == 1:
             return self.replicas
         now = asyncio.get_running_loop().time()
-        return sorted(self.replicas, key=lambda r: (r.avoid_until > now, r.pool.busy))
+        return sorted(self.replicas, key=lambda r: (r.avoid_until > now, r.pool.requests_under_way))
 
     def _avoid_replica(self, replica: Replica, error: NotSent) -> None:
         replica.avoid_until = asyncio.get_running_loop().time() + AVOID_S
@@ -507,7 +507,7 @@ class Upstream:
             async with self._list_lock:
                 if loop.time() >= self._next_list_at:
                     listed = await self._fetch_vllm_flags()
-                    self._next_list_at = loop.time() + (RETRY_S if listed is None else LOOK_AGAIN_S)
+                    self._next_list_at = loop.time() + (RETRY_S if listed is None else LIST_EVERY_S)
                     self._remember(listed or {})
         return self._gives_ids.get(model, False)
 
@@ -588,7 +588,7 @@ class Upstream:
             NoModels: the server refuses to list its models.
         """
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(LIST_WAIT_S):
                 reply = await self.fetch("/v1/models", headers)
                 try:
                     body = await reply.read(LIST_BYTES)

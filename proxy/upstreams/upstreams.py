@@ -17,7 +17,7 @@ from proxy.http.wire import Headers
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
 from proxy.upstreams.litellm import LitellmUpstream
-from proxy.upstreams.server import Key, Upstream
+from proxy.upstreams.server import Upstream, UpstreamKey
 from store.settings import secrets_folder
 from store.versions import PolicyVersion
 
@@ -125,10 +125,10 @@ class Upstreams:
         self.only = sole if isinstance(sole, Upstream) else None
 
     @property
-    def keyed(self) -> bool:
+    def sends_own_key(self) -> bool:
         """Return whether requests to any upstream carry the proxy's own key."""
         servers = (member.server for member in self._members)
-        return any(isinstance(server, Upstream) and server.keyed for server in servers)
+        return any(isinstance(server, Upstream) and server.sends_own_key for server in servers)
 
     def for_model(self, model: str | None) -> ModelServer:
         """Return the server for `model`; None stands for a request that names no model.
@@ -286,7 +286,7 @@ def _server(
     return Upstream(
         spec.urls,
         silence_s=settings.silence_s,
-        key=None if key is None else Key(key, spec.key_style),
+        key=None if key is None else UpstreamKey(key, spec.key_style),
         called=f"Upstream {spec.name!r}",
     )
 

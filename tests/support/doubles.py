@@ -60,10 +60,10 @@ class SaidReply:
         """Return the whole body."""
         if self._torn:
             raise Torn("it was said to")
-        body = self.unread()
+        body = self.unread_bytes()
         return None if limit is not None and len(body) > limit else body
 
-    def unread(self) -> bytes:
+    def unread_bytes(self) -> bytes:
         """Return what was not read yet."""
         body, self._pieces = b"".join(self._pieces), []
         return body
@@ -129,7 +129,7 @@ class Remembered:
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
-    def take(self, record: CapturedCall) -> "asyncio.Future[bool]":
+    def queue_call(self, record: CapturedCall) -> "asyncio.Future[bool]":
         """Keep the record as the spool would."""
         self._keep(record)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

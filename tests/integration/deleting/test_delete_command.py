@@ -136,7 +136,7 @@ async def test_other_ingester_removes_its_dead_letters_of_deleted_episodes(
 ) -> None:
     await Ingester().store(engine, [call(GONE), call("later")])
     gone, later = letter(tmp_path, "g", captured(GONE)), letter(tmp_path, "l", captured("later"))
-    letters = deleting.DeletedLetters(tmp_path)
+    letters = deleting.DeadLetterCleaner(tmp_path)
     await receipts(engine, tmp_path / "elsewhere", GONE)
     with capture_logs() as logs:
         await letters.remove(engine)

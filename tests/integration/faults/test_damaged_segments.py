@@ -25,7 +25,7 @@ async def test_compressed_reply_that_inflates_beyond_the_limit_becomes_a_dead_le
     tape = ReplyBuffer()
     for _ in range(64):
         tape.add(b"\0" * 2**20)
-    reply, deflated = tape.take()
+    reply, deflated = tape.kept_bytes()
     assert deflated
     assert len(reply) < 2**20
     drainer = Drainer(tmp_path, lambda: engine, batch=10, most_reply=2**20)
@@ -126,7 +126,7 @@ async def test_dead_letter_that_the_disk_refuses_waits_and_holds_up_no_other_rec
     assert spooled.drainer.progress.held == 3
     assert_adds_up()
     # A follower stores again the records behind the first of them, and loses nothing.
-    monkeypatch.setattr(batch_writer, "LETTER_AGAIN_S", 0.0)
+    monkeypatch.setattr(batch_writer, "LETTER_RETRY_S", 0.0)
     if next_ingester:
         await spooled.follow()
     await spooled.drain()

@@ -29,7 +29,7 @@ LOOK_S = 0.02
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drain, "RETRY_S", LOOK_S)
-    monkeypatch.setattr(batch_writer, "UNANSWERED_AGAIN_S", 0.5)
+    monkeypatch.setattr(batch_writer, "UNANSWERED_RETRY_S", 0.5)
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ async def test_drain_is_stuck_on_a_held_record_while_others_are_stored(
 
     real = batch_writer.Ingester.store
     monkeypatch.setattr(batch_writer.Ingester, "store", store)
-    monkeypatch.setattr(batch_writer, "UNANSWERED_AGAIN_S", 0.05)
+    monkeypatch.setattr(batch_writer, "UNANSWERED_RETRY_S", 0.05)
     async with draining(tmp_path, engine) as traffic:
         traffic.write("huge")
         await eventually(traffic.holds_one)
@@ -187,12 +187,12 @@ async def test_drain_waits_for_a_read_only_database_before_it_is_reported_as_stu
     async with draining(tmp_path, make_engine(url)) as traffic:
         traffic.write()
         await until(lambda: traffic.drainer.progress.state == "waiting")
-        monkeypatch.setattr(batch_writer, "READ_ONLY_PATIENCE", 10**9)
+        monkeypatch.setattr(batch_writer, "MOST_READ_ONLY_FAILURES", 10**9)
         await traffic.flow(20)
         assert traffic.states == {"waiting"}
         assert traffic.drainer.progress.held == 0
         # It does not end.
-        monkeypatch.setattr(batch_writer, "READ_ONLY_PATIENCE", 20)
+        monkeypatch.setattr(batch_writer, "MOST_READ_ONLY_FAILURES", 20)
         await until(lambda: traffic.drainer.progress.state == "stuck")
         psql(f"ALTER ROLE {role} RESET ALL")
         # Not `dispose`: a connection that is in use at that moment would never be closed.
@@ -222,7 +222,7 @@ async def has_waiters(connection: AsyncConnection) -> bool:
 async def test_counting_of_spooled_records_does_not_wait_for_a_blocked_batch(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "COUNT_S", 0.1)
+    monkeypatch.setattr(drain, "COUNT_WAIT_S", 0.1)
     async with draining(tmp_path, engine) as traffic:
         async with engine.begin() as locking:
             await locking.execute(text("LOCK TABLE episodes"))
@@ -237,7 +237,7 @@ async def test_record_counters_add_up_while_a_drain_is_blocked(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker's records of the turn are stored, and another's wait for a lock."""
-    monkeypatch.setattr(drain, "COUNT_S", 0.1)
+    monkeypatch.setattr(drain, "COUNT_WAIT_S", 0.1)
     spooled.write(captured("locked"))
     await spooled.drain()
     async with spooled.engine.begin() as locking:

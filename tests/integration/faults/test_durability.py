@@ -158,10 +158,10 @@ def test_disk_that_does_not_free_an_idempotency_key_fails_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = KeyFiles(tmp_path)
-    assert files.take("k", "a") is None
+    assert files.reserve("k", "a") is None
 
     def read_only(*_: Any, **__: Any) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(os, "unlink", read_only)
-    files.give_back("k")
+    files.free("k")

@@ -115,7 +115,7 @@ async def test_hanging_disk_is_given_up_and_used_again_once_it_answers(
     assert await eventually(is_written)
     # What was reported as lost is not reported again as written.
     assert [marks for outcome, marks in committed if outcome == "durable"] == [[], ["later"]]
-    assert spool.under_way_s() == 0
+    assert spool.commit_under_way_s() == 0
     spool.close()
 
 
@@ -137,9 +137,9 @@ async def test_episode_that_lost_a_record_is_marked_incomplete_without_a_later_c
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     before = ledger()[DROPPED]
     recorder = recorder_on(spooled.folder)
-    assert await recorder.take(captured("e", total_ms=1.0))
+    assert await recorder.queue_call(captured("e", total_ms=1.0))
     mend = failing("write", "ftruncate")
-    assert not await recorder.take(captured("e"))
+    assert not await recorder.queue_call(captured("e"))
     # It tries to write the gap, again and again.
     await until(lambda: failing.refused["write"] >= 4)
     mend()
@@ -158,8 +158,8 @@ async def test_episode_that_lost_a_record_is_marked_incomplete_without_a_later_c
 async def test_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
     before = ledger()[DROPPED]
     recorder = recorder_on(tmp_path)
-    assert not await recorder.take(captured("\ud800"))
-    assert await recorder.take(captured("e"))
+    assert not await recorder.queue_call(captured("\ud800"))
+    assert await recorder.queue_call(captured("e"))
     assert ledger()[DROPPED] == before + 1
     await recorder.close()
 
@@ -178,7 +178,7 @@ async def test_record_counters_add_up_at_every_step_while_the_disk_refuses_a_rec
     failing("write", "ftruncate")
     before = ledger()
     monkeypatch.setattr(MutexValue, "inc", counted)
-    assert not await recorder.take(captured("e"))
+    assert not await recorder.queue_call(captured("e"))
     await recorder.close()
     assert steps
     for step in steps:
@@ -248,11 +248,11 @@ async def test_gaps_of_lost_records_are_written_to_a_full_disk_before_the_answer
 ) -> None:
     before = ledger()[DROPPED]
     recorder = recorder_on(full_disk)
-    assert await recorder.take(captured("whole"))
+    assert await recorder.queue_call(captured("whole"))
     balloon = fill(full_disk)
     # The last page of the segment has room for a few.
     episodes = [f"e-{number}" for number in range(frames)]
-    lost = [e for e in episodes if not await recorder.take(captured(e))]
+    lost = [e for e in episodes if not await recorder.queue_call(captured(e))]
     assert len(lost) > frames // 4
     # Nothing of it is in memory: the worker may be killed now, and the disk is still full.
     assert recorder._gaps == {}
@@ -260,10 +260,10 @@ async def test_gaps_of_lost_records_are_written_to_a_full_disk_before_the_answer
     await spooled.drain()
     assert await spooled.incomplete() == set(lost)
     balloon.unlink()
-    assert await recorder.take(captured("later"))
+    assert await recorder.queue_call(captured("later"))
     fill(full_disk)
     # There is a reserve again.
-    while await recorder.take(captured("again")):
+    while await recorder.queue_call(captured("again")):
         pass
     assert recorder._gaps == {}
     await recorder.close()
@@ -275,17 +275,17 @@ async def test_gaps_of_lost_records_are_written_to_a_full_disk_before_the_answer
 
 async def test_gap_waits_in_memory_if_the_disk_reserve_was_removed(full_disk: Path) -> None:
     recorder = recorder_on(full_disk)
-    assert await recorder.take(captured("whole"))
+    assert await recorder.queue_call(captured("whole"))
     balloon = fill(full_disk)
     for reserve in full_disk.glob("0/*.open"):
         if not reserve.stat().st_size:
             reserve.unlink()
     fill(full_disk)
-    while await recorder.take(captured("lost")):
+    while await recorder.queue_call(captured("lost")):
         pass
     assert list(recorder._gaps) == ["lost"]
     balloon.unlink()
-    assert await recorder.take(captured("later"))
+    assert await recorder.queue_call(captured("later"))
     await recorder.close()
 
 
@@ -294,11 +294,11 @@ async def test_gaps_that_exceed_the_disk_reserve_wait_in_memory(
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     recorder = recorder_on(full_disk)
-    assert await recorder.take(captured("whole"))
+    assert await recorder.queue_call(captured("whole"))
     balloon = fill(full_disk)
     long = "e" * 600_000
     for episode in ("1" + long, "2" + long):
-        assert not await recorder.take(captured(episode))
+        assert not await recorder.queue_call(captured(episode))
     assert list(recorder._gaps) == ["2" + long]
     balloon.unlink()
     await until(lambda: not recorder._gaps)
@@ -316,8 +316,8 @@ async def test_worker_starts_on_a_full_disk_and_writes_once_there_is_room(small_
     for filler in fillers:
         filler.write_bytes(b"")
     recorder = recorder_on(small_disk)
-    assert not await recorder.take(captured("e"))
+    assert not await recorder.queue_call(captured("e"))
     for filler in fillers:
         filler.unlink()
-    assert await recorder.take(captured("e"))
+    assert await recorder.queue_call(captured("e"))
     await recorder.close()

@@ -142,7 +142,7 @@ async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
 ) -> None:
     monkeypatch.setattr(answer, "REPLY_COPIES", 1)
     # On a slow machine too, the wait for memory outlasts the look at the upstream.
-    monkeypatch.setattr(answer, "ROOM_S", 300.0)
+    monkeypatch.setattr(answer, "ROOM_WAIT_S", 300.0)
     body, asked = whole(11 * MB), asyncio.Event()
     room = threading.Event()
     ask = BudgetShare.claim_at_least
@@ -172,7 +172,7 @@ async def test_upstream_is_not_read_further_while_the_memory_budget_is_full(
 async def test_reply_that_gets_no_memory_in_time_is_passed_on_unchanged(
     proxy: Proxy, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer, "ROOM_S", 0.1)
+    monkeypatch.setattr(answer, "ROOM_WAIT_S", 0.1)
     ask = BudgetShare.claim_at_least
 
     def refused(self: BudgetShare, size: int) -> None:
@@ -280,10 +280,11 @@ async def test_other_calls_are_stored_while_a_long_reply_is_parsed(
     monkeypatch.setattr(transcribe, "transcribe", slow)
     spooled = Spooled(tmp_path, engine, Drainer(tmp_path, lambda: engine, batch=10))
     spooled.write(
-        captured("long", reply_bytes=batch_writer.AT_ONCE + 1, deflated=True), captured("a")
+        captured("long", reply_bytes=batch_writer.LONG_BYTES + 1, deflated=True),
+        captured("a"),
     )
     draining = asyncio.create_task(spooled.drainer.run())
-    await until(lambda: spooled.drainer.waiting == 1, within_s=10)
+    await until(lambda: spooled.drainer.waiting_records == 1, within_s=10)
     assert await spooled.names() == {"a"}
     assert spooled.drainer.progress.state == "moving"
     go_on.set()
@@ -302,8 +303,8 @@ async def test_final_drain_stores_a_long_reply_before_it_ends(spooled: Spooled) 
 
 def long_reply() -> CapturedCall:
     """Reading it takes place beside the drain."""
-    reply = zlib.compress(whole(batch_writer.AT_ONCE))
-    return captured("long", reply=reply, reply_bytes=batch_writer.AT_ONCE + 1, deflated=True)
+    reply = zlib.compress(whole(batch_writer.LONG_BYTES))
+    return captured("long", reply=reply, reply_bytes=batch_writer.LONG_BYTES + 1, deflated=True)
 
 
 ENDS_WHILE_READING = """
@@ -338,7 +339,7 @@ async def test_long_reply_becomes_a_dead_letter_after_three_ingesters_ended_whil
     spooled: Spooled,
 ) -> None:
     spooled.write(captured("a"), long_reply())
-    for _ in range(batch_writer.MOST_BEGUN):
+    for _ in range(batch_writer.MOST_READINGS):
         await drain_and_end(spooled)
     await Drainer(spooled.folder, lambda: spooled.engine).drain_rest()
     assert await spooled.outcome() == (1, 1, [])
@@ -358,7 +359,7 @@ async def test_long_reply_is_stored_after_an_ingester_ended_while_reading_it(
 async def test_long_reply_waits_for_a_database_that_is_away(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, left = batch_writer.Ingester.store, [2 * batch_writer.MOST_BEGUN]
+    store, left = batch_writer.Ingester.store, [2 * batch_writer.MOST_READINGS]
 
     async def away(self: Any, engine: AsyncEngine, records: Any) -> Any:
         if left[0]:
@@ -370,6 +371,6 @@ async def test_long_reply_waits_for_a_database_that_is_away(
     monkeypatch.setattr(drain, "RETRY_S", 0.02)
     spooled.write(long_reply())
     await spooled.drainer.drain_rest()
-    while spooled.drainer.waiting:
+    while spooled.drainer.waiting_records:
         await spooled.drainer.drain_rest()
     assert await spooled.outcome() == (1, 0, [])

@@ -37,7 +37,7 @@ segment_writer.RESERVE_BYTES = int(sys.argv[2])
 async def main() -> None:
     recorder = Recorder(Path(sys.argv[1]), segment_bytes=2**20)
     while episode := (await asyncio.to_thread(sys.stdin.readline)).strip():
-        print(await recorder.take(captured(episode, started_at=time.time())), flush=True)
+        print(await recorder.queue_call(captured(episode, started_at=time.time())), flush=True)
     await recorder.close()
 
 asyncio.run(main())
@@ -131,7 +131,7 @@ def recorder_on(disk: Path) -> Recorder:
 
 
 async def take(recorder: Recorder, episode: str) -> bool:
-    return await recorder.take(captured(episode, started_at=time.time()))
+    return await recorder.queue_call(captured(episode, started_at=time.time()))
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ async def test_recording_outage_waits_for_the_database_and_is_stored_once(spoole
     assert not has_outage(spooled.folder)
     await spooled.drain()
     assert await spooled.incomplete() == {"cut short"}
-    assert read_outage(folder / OUTAGE).not_stored is None
+    assert read_outage(folder / OUTAGE).unstored is None
     assert await stored_outages(spooled) == 1
 
 
@@ -236,11 +236,11 @@ async def test_recording_outage_is_stored_again_if_its_file_cannot_be_marked_as_
     def refuse(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(draining, "note_stored", refuse)
+    monkeypatch.setattr(draining, "mark_outage_stored", refuse)
     await recording_outages.store(spooled.engine)
     assert recording_outages.trouble
     assert await stored_outages(spooled) == 1
-    assert read_outage(folder / OUTAGE).not_stored is not None
+    assert read_outage(folder / OUTAGE).unstored is not None
     await spooled.drain()
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.feedback import KEEP_S, KeyFiles
+from proxy.feedback import KEEP_KEYS_S, KeyFiles
 from proxy.ingester.ingester import run_ingester
 from proxy.metrics import KEY_CONFLICTS
 from proxy.spool.writer import SegmentWriter
@@ -145,23 +145,23 @@ def test_idempotency_key_on_disk_is_forgotten_in_time_and_beyond_a_limit_of_keys
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = KeyFiles(tmp_path)
-    assert files.clean() == 0
-    assert files.take("k", "a") is None
-    assert files.take("k", "b") == "a"
-    files.give_back("k")
-    files.give_back("k")
-    assert files.take("k", "b") is None
-    assert files.clean() == 0
-    later = (tmp_path / "keys").stat().st_mtime + KEEP_S + 60
-    assert files.clean(later) == 1
+    assert files.delete_old() == 0
+    assert files.reserve("k", "a") is None
+    assert files.reserve("k", "b") == "a"
+    files.free("k")
+    files.free("k")
+    assert files.reserve("k", "b") is None
+    assert files.delete_old() == 0
+    later = (tmp_path / "keys").stat().st_mtime + KEEP_KEYS_S + 60
+    assert files.delete_old(later) == 1
     monkeypatch.setattr("proxy.feedback.MAX_KEYS", 2)
     for key in "abc":
-        files.take(key, "x")
-    assert files.clean() == 1
+        files.reserve(key, "x")
+    assert files.delete_old() == 1
 
 
 async def test_feedback_is_accepted_if_the_disk_cannot_keep_its_idempotency_key(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "keys").write_text("in the way")
-    assert KeyFiles(tmp_path).take("k", "a") is None
+    assert KeyFiles(tmp_path).reserve("k", "a") is None

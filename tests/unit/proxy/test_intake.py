@@ -13,7 +13,7 @@ from proxy.intake import (
     LONG_BYTES,
     MAX_CONTAINERS,
     MAX_VALUES,
-    SMALL,
+    SMALL_BYTES,
     SWITCH_S,
     Budget,
     BudgetShare,
@@ -24,8 +24,12 @@ from proxy.intake import (
 )
 from store.values.documents import MAX_DEPTH
 
-LIMIT = 10 * SMALL
-SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.integers(0, 2 * LIMIT)
+LIMIT = 10 * SMALL_BYTES
+SIZES = (
+    st.integers(0, SMALL_BYTES // 2)
+    | st.integers(SMALL_BYTES - 2, SMALL_BYTES + 2)
+    | st.integers(0, 2 * LIMIT)
+)
 
 
 @settings(max_examples=300)
@@ -57,8 +61,8 @@ def test_used_memory_budget_is_the_sum_of_the_requests_shares(
             claim.release()
             claims.remove(claim)
         assert budget.used == sum(other.held for other in claims) >= 0
-        assert budget._small == sum(other.held for other in claims if other.held <= SMALL)
-        assert budget._large_claims == sum(other.held > SMALL for other in claims)
+        assert budget._small == sum(other.held for other in claims if other.held <= SMALL_BYTES)
+        assert budget._large_claims == sum(other.held > SMALL_BYTES for other in claims)
     for claim in claims:
         claim.release()
     assert (budget.used, budget._small, budget._large_claims) == (0, 0, 0)
@@ -77,11 +81,11 @@ def test_large_request_is_let_in_without_other_large_but_with_small_requests() -
     with budget.claim() as large, budget.claim() as other, budget.claim() as small:
         large.claim_at_least(3 * LIMIT)
         with pytest.raises(Overloaded, match="PAWL_IN_FLIGHT_MB"):
-            other.claim_at_least(SMALL + 1)
-        small.claim_at_least(SMALL)
-        other.claim_at_least(SMALL)
+            other.claim_at_least(SMALL_BYTES + 1)
+        small.claim_at_least(SMALL_BYTES)
+        other.claim_at_least(SMALL_BYTES)
         with budget.claim() as last, pytest.raises(Overloaded):
-            last.claim_at_least(SMALL)
+            last.claim_at_least(SMALL_BYTES)
     assert budget.used == 0
 
 

@@ -484,10 +484,10 @@ def test_log_lines_about_refused_requests_are_limited_in_number() -> None:
     refusals = RefusalLog(lambda: now)
     with capture_logs() as lines:
         for _ in range(1000):
-            refusals.note(401, "invalid_api_key", "/v1/chat/completions", None, "192.0.2.1")
-            refusals.note(404, None, "/v1/models", None, "192.0.2.1")
+            refusals.log_refusal(401, "invalid_api_key", "/v1/chat/completions", None, "192.0.2.1")
+            refusals.log_refusal(404, None, "/v1/models", None, "192.0.2.1")
         now += MINUTE_S
-        refusals.note(403, "missing_scope", "/feedback", "agent", None)
+        refusals.log_refusal(403, "missing_scope", "/feedback", "agent", None)
     assert len(lines) == MOST_LINES + 1
     assert lines[0] == {
         "event": "refused",

@@ -15,7 +15,13 @@ from structlog.testing import capture_logs
 
 from proxy import metrics, shared_memory
 from proxy.metrics import status_label
-from proxy.shared_memory import ROOM, VARIABLE, SharedFolder, registry, share_metrics_in
+from proxy.shared_memory import (
+    FILE_BYTES,
+    FOLDER_VARIABLE,
+    SharedFolder,
+    registry,
+    share_metrics_in,
+)
 from proxy.spool.folders import Lock
 
 # Counts in the folder, does what each line says, and is killed.
@@ -72,7 +78,7 @@ def in_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shared = SharedFolder()
-    monkeypatch.setenv(VARIABLE, str(shared.path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(shared.path))
     yield shared.path
     shared.remove()
     assert not shared.path.exists()
@@ -152,7 +158,7 @@ def test_process_without_shared_memory_keeps_its_metrics_to_itself(
 def test_metrics_folder_of_a_killed_supervisor_is_removed(tmp_path: Path) -> None:
     in_use = SharedFolder()
     (abandoned := tmp_path / f"{shared_memory.PREFIX}killed").mkdir()
-    (abandoned / shared_memory.OWNER).touch()
+    (abandoned / shared_memory.OWNER_LOCK).touch()
     (foreign := tmp_path / f"{shared_memory.PREFIX}foreign").mkdir()
     new = SharedFolder()
     assert in_use.path.exists()
@@ -177,14 +183,14 @@ def test_metrics_folder_of_a_supervisor_that_starts_is_not_removed(
 
         patch.setattr(shared_memory, "lock_file", hold)
         one = SharedFolder()
-    assert {child.name for child in one.path.iterdir()} == {shared_memory.OWNER}
+    assert {child.name for child in one.path.iterdir()} == {shared_memory.OWNER_LOCK}
     for folder in (one, *others):
         folder.remove()
 
 
 def test_shared_memory_is_set_aside_for_every_kind_of_gauge() -> None:
     gauges = [metric for metric in vars(metrics).values() if isinstance(metric, Gauge)]
-    assert {f"gauge_{gauge._multiprocess_mode}" for gauge in gauges} <= ROOM.keys()
+    assert {f"gauge_{gauge._multiprocess_mode}" for gauge in gauges} <= FILE_BYTES.keys()
 
 
 def test_status_label_is_a_status_of_http_or_its_class() -> None:

@@ -255,10 +255,10 @@ def test_sampling_settings_are_judged_by_the_calls_own_fields(
         found = judge_settings(call, request)
         assert found.recorded == msgspec.json.encode(settings)
         for sure in (False, True):
-            assert found.why_not(sure) == why_not_replayed(settings, rules, sure=sure)
+            assert found.why_not_replayed(sure) == why_not_replayed(settings, rules, sure=sure)
 
 
 def test_unreadable_request_has_unreadable_sampling_settings() -> None:
     found = judge_settings(captured(), read_request(b"["))
     assert found.recorded == b'{"unreadable":["request"]}'
-    assert found.why_not(True) == found.why_not(False) == "unreadable_sampling"
+    assert found.why_not_replayed(True) == found.why_not_replayed(False) == "unreadable_sampling"

@@ -93,7 +93,7 @@ async def test_call_waits_until_its_version_is_loaded(
 async def test_call_that_waited_too_long_for_its_version_is_503_with_retry_after(
     proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.calls.call.WAIT_S", 0.3)
+    monkeypatch.setattr("proxy.calls.call.VERSION_WAIT_S", 0.3)
     reply = await proxy.chat()
     assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
     assert reply.headers["x-pawl-fault"] == "upstream"
@@ -116,7 +116,7 @@ async def test_waiting_call_takes_the_serving_version_if_its_own_is_unloaded(
     is_waited_for: bool,
 ) -> None:
     # Longer than the test waits, however slow the machine is.
-    monkeypatch.setattr(steps, "WAIT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(steps, "VERSION_WAIT_S", 10 * PATIENCE_S)
     go_on, behave = asyncio.Event(), upstream.behave
     assert behave is not None
 

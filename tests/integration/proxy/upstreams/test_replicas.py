@@ -150,7 +150,7 @@ async def test_concurrent_look_ups_of_unknown_models_request_the_list_of_models_
 async def test_newly_listed_model_is_found_by_the_next_request_for_the_list_of_models(
     upstream: FakeUpstream, single: Upstream
 ) -> None:
-    assert module.LOOK_AGAIN_S <= 2
+    assert module.LIST_EVERY_S <= 2
     assert not await single.gives_ids("new")
     upstream.models.append("new")
     await eventually(lambda: single.gives_ids("new"))

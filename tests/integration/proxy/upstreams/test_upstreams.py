@@ -148,7 +148,7 @@ async def test_unknown_model_is_refused_in_the_error_format_of_the_clients_api(
 async def test_upstream_that_refuses_its_list_of_models_is_not_asked_again_before_every_call(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.upstreams.server.LOOK_AGAIN_S", 600.0)
+    monkeypatch.setattr("proxy.upstreams.server.LIST_EVERY_S", 600.0)
     setup.hosted.list_status = 401
     for _ in range(3):
         assert (await setup.proxy.chat(model="gpt-4")).status == 200

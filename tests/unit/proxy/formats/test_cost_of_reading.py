@@ -98,13 +98,13 @@ def test_comments_and_blank_lines_are_passed_in_bulk(
     monkeypatch: pytest.MonkeyPatch, api: str, comment: bytes
 ) -> None:
     parser, lines = parser_of(api), []
-    take = type(parser)._line
+    take = type(parser)._pass_line
 
     def counted(self: ReplyParser, line: bytes) -> bytes:
         lines.append(line)
         return take(self, line)
 
-    monkeypatch.setattr(type(parser), "_line", counted)
+    monkeypatch.setattr(type(parser), "_pass_line", counted)
     apart = parser_of(api)
     passed = parser.feed(comment * 1000)
     # Taken one by one they are the same.
@@ -133,11 +133,12 @@ def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_
     parser = FORMATS[api].reply_parser(read_request(b"{}"), None, streamed=True)
     begin, rest = b'data: {"odd": "' + b"x" * 100, b'y"}\r\n\r\n'
     assert parser.feed(begin) == b""
-    assert parser.waiting == len(begin)
+    assert parser.waiting_bytes == len(begin)
     passed = parser.pass_buffered_line() + parser.feed(rest)
     if type(parser).__name__ != "TranslatedReply":
         assert passed == begin + rest
-    assert (parser.waiting, parser.feed(b": next\n")) == (0, parser._pass_comments(b": next\n"))
+    assert parser.waiting_bytes == 0
+    assert parser.feed(b": next\n") == parser._pass_comments(b": next\n")
 
 
 def test_text_that_waits_for_the_end_of_a_tool_call_counts_in_bytes() -> None:

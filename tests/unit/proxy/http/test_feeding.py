@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.http import parsing
 from proxy.http.exchange import Exchange
-from proxy.http.parsing import LONG_BODY, MANY_PIECES, SLICE, Feeding, SlowWork
+from proxy.http.parsing import LONG_BODY, MANY_PIECES, SLICE_BYTES, Feeding, SlowWork
 from tests.support.http_wires import client, settle
 
 
@@ -26,7 +26,7 @@ class Source:
         self.pauses -= 1
 
 
-@given(st.lists(st.tuples(st.integers(0, 3 * SLICE), st.booleans()), max_size=8))
+@given(st.lists(st.tuples(st.integers(0, 3 * SLICE_BYTES), st.booleans()), max_size=8))
 def test_parser_gets_every_received_byte_once_and_in_order(
     arriving: list[tuple[int, bool]],
 ) -> None:
@@ -35,7 +35,7 @@ def test_parser_gets_every_received_byte_once_and_in_order(
 
         def feed(data: bytes) -> None:
             seen.extend(data)
-            assert len(data) <= SLICE
+            assert len(data) <= SLICE_BYTES
             fed.pieces += MANY_PIECES + 1 if b"h" in data else 1
 
         fed = Feeding(feed, source, turns)
@@ -97,7 +97,7 @@ async def test_pieces_of_two_long_bodies_are_fed_in_turns() -> None:
     for fed in (one, two):
         fed.put(bytes(LONG_BODY + 1))
         assert not fed.waiting
-    assert len(order) == 2 * (LONG_BODY // SLICE + 1)
+    assert len(order) == 2 * (LONG_BODY // SLICE_BYTES + 1)
     order.clear()
     for _ in range(3):
         for fed in (one, two):

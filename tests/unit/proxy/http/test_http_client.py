@@ -112,7 +112,7 @@ def test_unrequested_bytes_from_the_server_close_the_connection(pieces: list[byt
         assert await (await answer).read() == b"hello"
         assert transport.is_closing()
         assert not connection.usable
-        assert pool.busy <= 0
+        assert pool.requests_under_way <= 0
 
     asyncio.run(unasked())
 
@@ -124,7 +124,7 @@ async def test_idle_connection_to_the_server_is_reused_only_within_its_keepalive
     connection.ask(b"")
     await feed(connection, [SIZED])
     assert pool.kept_connection() is connection
-    pool.free(connection)
+    pool.keep_for_reuse(connection)
     monkeypatch.setattr(module, "KEEPALIVE_S", 0.0)
     fresh = upstream()[1]
 

@@ -12,7 +12,7 @@ from proxy.http.server import (
     MAX_PIPELINED,
     PING_S,
     SHORTEST_SWEEP_S,
-    STEP,
+    STEP_BYTES,
     ClientDeadlines,
     Connection,
     OnLate,
@@ -42,7 +42,7 @@ async def streaming(exchange: Exchange) -> None:
     await exchange.read(100)
     exchange.begin(200, b"OK", [])
     while True:
-        exchange.write(b"x" * STEP)
+        exchange.write(b"x" * STEP_BYTES)
         await exchange.wait_until_drained()
         await asyncio.sleep(0)
 
@@ -73,11 +73,11 @@ async def test_client_is_late_once_its_deadline_is_over_and_not_before(
 
 async def test_slow_upload_that_makes_progress_is_accepted_however_long_it_takes() -> None:
     connection, wire = client(refusing)
-    await feed(connection, [HEAD % (100 * STEP // 8)])
+    await feed(connection, [HEAD % (100 * STEP_BYTES // 8)])
     now = asyncio.get_running_loop().time()
     for number in range(100):
         connection.sweep(now + number * LATER_S, ClientDeadlines(body_s=10 * LATER_S))
-        await feed(connection, [b"x" * (STEP // 8)])
+        await feed(connection, [b"x" * (STEP_BYTES // 8)])
     assert wire.sent.startswith(b"HTTP/1.1 200 ")
 
 
@@ -128,10 +128,10 @@ async def test_slow_reader_that_makes_progress_is_waited_for() -> None:
     await feed(connection, [HEAD % 0])
     now = asyncio.get_running_loop().time()
     stall(connection, wire)
-    wire.unsent = 100 * STEP
+    wire.unsent = 100 * STEP_BYTES
     for number in range(100):
         connection.sweep(now + number * LATER_S, ClientDeadlines(write_s=1.5 * LATER_S))
-        wire.unsent -= STEP
+        wire.unsent -= STEP_BYTES
     await settle()
     assert not wire.is_closing()
     connection.connection_lost(None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from proxy.http import server as module
-from proxy.http.exchange import HIGH_WATER, SMALL, BodyStream, Exchange
+from proxy.http.exchange import HIGH_WATER, SMALL_PIECE_BYTES, BodyStream, Exchange
 from proxy.http.parsing import MAX_HEAD_BYTES
 from tests.support.http_wires import Seen, Wire, client, cuts, feed, settle
 
@@ -416,7 +416,7 @@ async def test_request_body_is_read_in_parts_at_a_cost_linear_in_its_size() -> N
     assert copied <= 3 * size
 
 
-@given(st.lists(st.binary(min_size=1, max_size=2 * SMALL), max_size=20), st.data())
+@given(st.lists(st.binary(min_size=1, max_size=2 * SMALL_PIECE_BYTES), max_size=20), st.data())
 def test_request_body_read_in_any_parts_has_the_received_bytes(
     pieces: list[bytes], data: st.DataObject
 ) -> None:
@@ -425,13 +425,13 @@ def test_request_body_read_in_any_parts_has_the_received_bytes(
         for piece in pieces:
             body.put(piece)
             if data.draw(st.booleans()):
-                most = data.draw(st.none() | st.integers(1, 3 * SMALL))
+                most = data.draw(st.none() | st.integers(1, 3 * SMALL_PIECE_BYTES))
                 waiting = body._size
                 part = body.take(most)
                 assert type(part) is bytes
                 assert len(part) == min(waiting, most or waiting)
                 taken += part
-        while part := body.take(data.draw(st.integers(1, 3 * SMALL))):
+        while part := body.take(data.draw(st.integers(1, 3 * SMALL_PIECE_BYTES))):
             taken += part
         assert taken == b"".join(pieces)
 

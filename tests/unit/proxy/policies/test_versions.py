@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.policies.version_file import NAME, VersionFile
+from proxy.policies.version_file import FILE_NAME, VersionFile
 from proxy.policies.versions import ServedVersion, Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyVersion
@@ -233,7 +233,7 @@ BASE = version(0, "serving")
 
 
 async def test_damaged_versions_file_is_read_once_it_is_whole(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('[{"name":')
+    (tmp_path / FILE_NAME).write_text('[{"name":')
     taken: asyncio.Queue[list[PolicyVersion]] = asyncio.Queue()
     watching = asyncio.create_task(VersionFile(tmp_path).watch(taken.put_nowait))
     await asyncio.sleep(0)
@@ -245,13 +245,13 @@ async def test_damaged_versions_file_is_read_once_it_is_whole(tmp_path: Path) ->
 async def test_versions_file_is_read_again_after_a_disk_error(tmp_path: Path) -> None:
     file = VersionFile(tmp_path)
     file.write([BASE])
-    whole = (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).unlink()
+    whole = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).unlink()
     # Reading it is an error of the disk's (EISDIR), as EIO is.
-    (tmp_path / NAME).mkdir()
+    (tmp_path / FILE_NAME).mkdir()
     assert file.read() is None
-    (tmp_path / NAME).rmdir()
-    (tmp_path / NAME).write_bytes(whole)
+    (tmp_path / FILE_NAME).rmdir()
+    (tmp_path / FILE_NAME).write_bytes(whole)
     assert file.read() == [BASE]
 
 

@@ -17,7 +17,7 @@ from proxy.spool.outages import (
     PAGE,
     PAGES,
     OutageFile,
-    note_stored,
+    mark_outage_stored,
     parse_state,
     read_outage,
 )
@@ -34,14 +34,14 @@ def span(outage: Any) -> tuple[float, float | None]:
 
 def test_recording_outage_begins_once_and_ends(tmp_path: Path) -> None:
     file = OutageFile(tmp_path)
-    assert read_outage(tmp_path / OUTAGE).not_stored is None
+    assert read_outage(tmp_path / OUTAGE).unstored is None
     assert file.mark_records_lost_from(10.0)
     assert not file.mark_records_lost_from(11.0)
-    lasting = read_outage(tmp_path / OUTAGE).not_stored
+    lasting = read_outage(tmp_path / OUTAGE).unstored
     assert span(lasting) == (10.0, None)
     ended = file.mark_records_lost_until(12.0, named=False)
     assert ended == lasting._replace(until=12.0)
-    assert read_outage(tmp_path / OUTAGE).not_stored == ended
+    assert read_outage(tmp_path / OUTAGE).unstored == ended
     assert file.mark_records_lost_until(13.0, named=False) is None
     assert size(tmp_path) == PAGE * PAGES
 
@@ -50,7 +50,7 @@ def test_recording_outage_that_lost_only_named_episodes_is_discarded(tmp_path: P
     file = OutageFile(tmp_path)
     file.mark_records_lost_from(10.0)
     assert file.mark_records_lost_until(12.0, named=True) is None
-    assert read_outage(tmp_path / OUTAGE).not_stored is None
+    assert read_outage(tmp_path / OUTAGE).unstored is None
 
 
 def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_stored_outage_makes_room_for_the_next(tmp_path: Path) -> None:
     file.mark_records_lost_from(10.0)
     first = file.mark_records_lost_until(12.0, named=False)
     assert first is not None
-    note_stored(tmp_path / OUTAGE, first)
-    assert read_outage(tmp_path / OUTAGE).not_stored is None
+    mark_outage_stored(tmp_path / OUTAGE, first)
+    assert read_outage(tmp_path / OUTAGE).unstored is None
     file.mark_records_lost_from(20.0)
-    second = read_outage(tmp_path / OUTAGE).not_stored
+    second = read_outage(tmp_path / OUTAGE).unstored
     assert second is not None
     assert (second.id != first.id, second.since) == (True, 20.0)
 
@@ -172,7 +172,7 @@ def writer(tmp_path: Path) -> SegmentWriter:
 def outage_in(folder: Path) -> tuple[float, float | None] | None:
     """When the outage that is marked in a folder began and ended."""
     file = folder / OUTAGE
-    found = read_outage(file).not_stored if file.exists() else None
+    found = read_outage(file).unstored if file.exists() else None
     return None if found is None else (found.since, found.until)
 
 

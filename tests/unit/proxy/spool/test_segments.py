@@ -321,20 +321,20 @@ def test_spool_drain_stays_stuck_through_a_database_outage_until_records_move() 
     progress = DrainState(lambda: now)
     assert (progress.state, progress.stuck_s) == ("moving", 0.0)
     now = 110.0
-    progress.note("stuck", "held")
+    progress.set_state("stuck", "held")
     now = 115.0
-    progress.note("stuck", "held")
+    progress.set_state("stuck", "held")
     assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (5.0, 5.0)
     # PostgreSQL goes away, and comes back: the record has been held all the time.
-    progress.note("waiting", "away")
+    progress.set_state("waiting", "away")
     now = 120.0
     assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (0.0, 5.0)
-    progress.note("stuck", "held")
+    progress.set_state("stuck", "held")
     assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (10.0, 10.0)
-    progress.note("moving")
+    progress.set_state("moving")
     now = 130.0
     assert (progress.stuck_s, progress.readyz_fields()["for_s"]) == (0.0, 10.0)
-    progress.note("stuck", "another")
+    progress.set_state("stuck", "another")
     now = 131.0
     assert progress.stuck_s == 1.0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from proxy.errors import BadUpstreams, Redirected
 from proxy.upstreams.file import Style, load_upstreams, parse_upstreams
 from proxy.upstreams.litellm import LitellmReply
-from proxy.upstreams.server import ANTHROPIC_VERSION, Key, check_redirect
+from proxy.upstreams.server import ANTHROPIC_VERSION, UpstreamKey, check_redirect
 from proxy.upstreams.upstreams import ModelTable
 
 WHOLE = """
@@ -210,16 +210,16 @@ PLAIN = (b"x-api-key", b"ours")
 def test_upstreams_api_key_is_sent_in_the_header_that_the_server_wants(
     style: Style, target: str, shown: list[tuple[bytes, bytes]]
 ) -> None:
-    assert Key("ours", style).with_key(CLIENT, target) == [(b"User-Agent", b"x"), *shown]
+    assert UpstreamKey("ours", style).with_key(CLIENT, target) == [(b"User-Agent", b"x"), *shown]
 
 
 def test_clients_anthropic_version_header_is_kept() -> None:
     spoken = (b"Anthropic-Version", b"2099-01-01")
-    assert Key("ours", "anthropic").with_key([spoken], "/v1/messages") == [spoken, PLAIN]
+    assert UpstreamKey("ours", "anthropic").with_key([spoken], "/v1/messages") == [spoken, PLAIN]
 
 
 def test_upstreams_api_key_does_not_show_in_its_repr() -> None:
-    assert "ours" not in repr(Key("ours", "authorization"))
+    assert "ours" not in repr(UpstreamKey("ours", "authorization"))
 
 
 KEY = "0123456789abcdef"
