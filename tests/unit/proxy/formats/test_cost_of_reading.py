@@ -146,7 +146,7 @@ def test_text_that_waits_for_the_end_of_a_tool_call_counts_in_bytes() -> None:
     asked = {"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}
     parser.feed(sse(chunk({"role": "assistant"}), chunk({"tool_calls": [asked]})))
     parser.feed(sse(chunk({"content": "é" * 1000})))
-    assert parser.waiting >= 2000
+    assert parser.waiting_bytes >= 2000
 
 
 def test_abandoned_line_of_a_translated_stream_becomes_a_single_error_event() -> None:
