@@ -219,7 +219,7 @@ class RecentTargets:
     def remember(self, record: CapturedCall, call: str, response_id: str | None) -> None:
         """Remember a call, its reply's id and its episode as possible targets of feedback.
 
-        They are targets of the call's tenant, under their stored names.
+        `call` and `response_id` are without the tenant; the targets are stored names.
         """
         earner = (record.policy or "", str(record.policy_version or 0))
         call = name_in_same_tenant(record.episode, call)

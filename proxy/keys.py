@@ -347,7 +347,8 @@ class KeyChecker:
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
         """Admit a request of the data port; set the exchange's tenant, and its key's id and name.
 
-        Its credentials are removed if keys are required, or if they look like a key of Pawl.
+        The request's credentials are removed if keys are required, or if they look like a key of
+        Pawl.
 
         Returns:
             The key's usage, whose `end` must be called; None if no key is required.

@@ -187,7 +187,9 @@ RESPONSE_RETRY_S: Final = 0.1
 def check_call(
     owners: Owners, tenant: str, path: str, headers: Headers, request: ModelRequest
 ) -> tuple[ModelRequest, str | None]:
-    """Return a recorded call's request as it is to be sent, and a warning of omissions, or None.
+    """Return a recorded call's request as it is to be sent, and a warning of omitted fields.
+
+    The warning is None if nothing is left out.
 
     Raises:
         NotServed: it names a version that is hidden from its sender.

@@ -169,7 +169,7 @@ async def versions_with_files(
 ) -> list[PolicyVersion]:
     """Return the versions of policy `name` (None: of every policy) whose files were not deleted.
 
-    They are ordered by name and version, and include the base model's.
+    They are ordered by name and version, and include the base model, version 0.
     """
     return await _versions(connection, name, policies.c.files_deleted_at.is_(None))
 

@@ -481,7 +481,7 @@ class MessagesFormat(WireFormat):
     ) -> ModelRequest:
         """Return the equivalent chat request if ids are wanted and it exists, else `request`.
 
-        Either names the model `served_name`, if that is not None.
+        Its model is `served_name`, unless that is None.
         """
         fields, keep_system = request.fields, request.keep_system
         chat = chat_request(fields, keep_system=keep_system) if want_ids else None

@@ -241,7 +241,7 @@ def needed_fingerprints(
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a request needs, surest first.
 
-    They are those of: the tool calls whose results it contains; the response that it continues; the
+    They are of: the tool calls whose results it contains; the response that it continues; the
     conversation up to the newest reply that a message follows, and up to each of `EARLIER_REPLIES`
     replies before; and the whole conversation, if it ends with a reply (to be continued, or
     prefilled). `conversation` is the request's, if it was read already.

@@ -431,8 +431,8 @@ def _unnamed_episode(
 ) -> _Episode:
     """Return the episode of a call that names none.
 
-    It is the failed attempt's that the call repeats, the episode whose content it repeats, its
-    trace's, or `own`.
+    In this order: the episode of the failed attempt that the call repeats, the episode whose
+    content it repeats, its trace's episode, or `own`.
     """
     tenant = tenant_of(own)
     needs = keyed_digests(tenant, fingerprints)
