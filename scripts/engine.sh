@@ -75,7 +75,7 @@ beside() {
 }
 
 stand_in() { # stand_in IMAGE
-    local name=${1%%:*} suite=testing python
+    local name=${1%%:*} suite=testing more=() python interpreter
     name=${name##*/}
     [ "$name" != python ] || suite=trixie
     grep -qE "^FROM \S+ AS $name\$" scripts/stand_ins.Dockerfile || fail "$1 cannot be pulled, and has no stand-in"
@@ -88,9 +88,20 @@ stand_in() { # stand_in IMAGE
         tar --directory "$root" --exclude='./proc/*' --exclude='./sys/*' --exclude='./dev/*' --create . | run import - "debian:$suite-slim"
         rm -rf --one-file-system "$root"
     fi
-    python=$(PYTHON=python3.11 scripts/find_python.sh)
-    python=$("$python" -c 'import sys; print(sys.base_prefix)')
-    run build --target "$name" --build-context "interpreter=$outside$python" --tag "$1" --file scripts/stand_ins.Dockerfile scripts
+    if [ "$name" = python ]; then
+        # A copy of what the image needs: the engine would be sent all that is installed there.
+        interpreter=$(mktemp -d /tmp/pawl-interpreter.XXXXXX)
+        python=$(PYTHON=python3.11 scripts/find_python.sh)
+        python=$("$python" -c 'import sys; print(sys.base_prefix)')
+        chmod 755 "$interpreter"
+        tar --directory "$python" --exclude=site-packages --exclude=test --exclude=tests --exclude=idlelib --exclude=tkinter \
+            --exclude='*.a' --exclude=__pycache__ --create include lib bin/python3.11 | tar --directory "$interpreter" --extract
+        # As in the image that it replaces, nothing is left of what debuggers read.
+        ! command -v strip >/dev/null || find "$interpreter" -name '*.so*' -type f -exec strip --strip-unneeded {} +
+        more=(--build-context "interpreter=$interpreter")
+    fi
+    run build --target "$name" ${more[@]+"${more[@]}"} --tag "$1" --file scripts/stand_ins.Dockerfile scripts
+    rm -rf ${interpreter:+"$interpreter"}
 }
 
 if [ "${1-}" = --stop ]; then

@@ -10,10 +10,8 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends ca-certificates netbase tzdata libbz2-1.0 libexpat1 \
         libffi8 liblzma5 libncursesw6 libreadline8t64 libsqlite3-0 libssl3t64 libuuid1 zlib1g \
     && apt-get clean && rm -rf /var/lib/apt/lists/*
-RUN --mount=type=bind,from=interpreter,target=/interpreter \
-    cd /interpreter && tar --create --exclude=./bin --exclude=./share --exclude=site-packages --exclude=test --exclude=tests \
-        --exclude=idlelib --exclude=tkinter --exclude='*.a' --exclude=__pycache__ . | tar --extract --no-same-owner --directory /usr/local \
-    && cp bin/python3.11 /usr/local/bin && ldconfig \
+COPY --from=interpreter / /usr/local/
+RUN ldconfig \
     && ln -s python3.11 /usr/local/bin/python3 && ln -s python3.11 /usr/local/bin/python \
     && python -m ensurepip && ln -s pip3 /usr/local/bin/pip \
     && python -c 'import bz2, ctypes, lzma, readline, sqlite3, ssl, venv, zlib'
