@@ -630,7 +630,7 @@ def test_trainer_image_has_the_compiler_and_headers_that_triton_needs(
 ) -> None:
     packages = {"gcc", "libc6-dev"}
     installed = " ".join(rest for name, rest in last_stage("Dockerfile.trainer") if name == "RUN")
-    assert packages <= set(installed.split())
+    assert packages <= set(installed.replace(";", " ").split())
     # The base image has Python's headers. Nothing else is found by this: a compiler, and headers.
     monkeypatch.setenv("CC", "gcc")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -683,7 +683,7 @@ def test_cpu_images_lock_contains_the_proxys_lock_and_is_within_the_developers_l
 def test_proxy_and_trainer_images_copy_the_same_files_except_for_the_lora_plugin() -> None:
     def copied(role: str) -> list[str]:
         steps = [rest for name, rest in instructions(f"Dockerfile.{role}") if name == "COPY"]
-        return [rest.replace("$LOCK", role).replace(f"{role}.txt", "lock") for rest in steps]
+        return [rest for rest in steps if not rest.startswith(("--from", "requirements/"))]
 
     plugin = "plugins/cpu_lora plugins/cpu_lora"
     assert copied("proxy") == [rest for rest in copied("trainer") if rest != plugin]
@@ -694,7 +694,9 @@ def test_each_docker_build_step_that_installs_packages_mounts_pips_configuration
     dockerfile: str,
 ) -> None:
     steps = [rest for name, rest in instructions(dockerfile) if name == "RUN"]
-    fetching = [rest for rest in steps if re.search(r"\bpip .*\binstall\b", rest)]
+    command = re.compile(r"\bpip (--python \S+ )?(install|wheel)\b")
+    installing = [rest for rest in steps if command.search(rest)]
+    fetching = [rest for rest in installing if "--no-index" not in rest]
     assert len(fetching) == 3
     for step in fetching:
         assert "--mount=type=secret,id=pip,target=/etc/pip.conf" in step
