@@ -40,11 +40,11 @@ from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
-MODELS: Final = "/v1/models"
+MODELS_PATH: Final = "/v1/models"
 # Names the tenant of the client's key.
-TENANT: Final = b"x-pawl-tenant"
-POLICY: Final = b"x-pawl-policy"
-WARNING: Final = b"x-pawl-warning"
+TENANT_HEADER: Final = b"x-pawl-tenant"
+POLICY_HEADER: Final = b"x-pawl-policy"
+WARNING_HEADER: Final = b"x-pawl-warning"
 FIRST_ERROR_STATUS: Final = 400
 # A HEAD request is answered like GET; the exchange leaves the body out.
 READING_METHODS: Final = ("GET", "HEAD")
@@ -68,7 +68,7 @@ async def forward(
     edit: Edit | None = None
     try:
         _check_allowed(exchange, route, upstreams, may_delete_models)
-        if exchange.method in READING_METHODS and route.path == MODELS:
+        if exchange.method in READING_METHODS and route.path == MODELS_PATH:
             added = _serving_header(versions, exchange.tenant)
             edit = _list_edit(exchange, versions)
         names_model = not (route.reaches_stored or route.manages_account)
@@ -77,16 +77,16 @@ async def forward(
             reply = await _send_streamed(
                 exchange, route, upstreams.only, is_edited=edit is not None
             )
-        elif exchange.method in READING_METHODS and route.path == MODELS:
+        elif exchange.method in READING_METHODS and route.path == MODELS_PATH:
             await _answer_model_list(exchange, upstreams, owners, added, edit)
-            FORWARDED.labels(MODELS, "200").inc()
+            FORWARDED.labels(MODELS_PATH, "200").inc()
             return
         else:
             hiding_owners = owners if must_check else None
             reply, warning = await _send_by_model(exchange, route, upstreams, intake, hiding_owners)
             if warning is not None:
                 WARNINGS.inc()
-                added.append((WARNING, warning.encode()))
+                added.append((WARNING_HEADER, warning.encode()))
     except ProxyError as error:
         if isinstance(error, UpstreamBroke):
             # If the client did not send the rest of its body, the upstream is not to blame.
@@ -168,7 +168,7 @@ async def _send_by_model(
     if owners is not None:
         check_headers(owners, exchange.tenant, exchange.headers)
         check_query(owners, exchange.tenant, target)
-    named = route.path.removeprefix(MODELS + "/") if _is_single_model(route) else None
+    named = route.path.removeprefix(MODELS_PATH + "/") if _is_single_model(route) else None
     if exchange.method in READING_METHODS:
         if owners is not None:
             owners.check(exchange.tenant, named)
@@ -206,7 +206,7 @@ def _serving_header(versions: Versions, tenant: str) -> Headers:
         for policy, number in sorted(versions.serving.items())
         if versions.owners.owns(tenant, policy)
     ]
-    return [(POLICY, ", ".join(served).encode())] if served else []
+    return [(POLICY_HEADER, ", ".join(served).encode())] if served else []
 
 
 # Changes a reply's body.
@@ -255,15 +255,15 @@ async def _answer_model_list(
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON, *added]
     if exchange.tenant != DEFAULT:
-        reply_headers.append((TENANT, exchange.tenant.encode()))
+        reply_headers.append((TENANT_HEADER, exchange.tenant.encode()))
     if missing:
         text = f"no list of models from upstream {', '.join(missing)}"
-        reply_headers.append((WARNING, text.encode()))
+        reply_headers.append((WARNING_HEADER, text.encode()))
     exchange.reply(200, b"", reply_headers, body if edit is None else edit(body))
 
 
 def _is_single_model(route: Route) -> bool:
-    return route.path.startswith(MODELS + "/")
+    return route.path.startswith(MODELS_PATH + "/")
 
 
 def _target(exchange: Exchange, route: Route) -> str:

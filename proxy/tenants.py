@@ -103,9 +103,9 @@ ALLOWED_MEMBERS: Final = _words("""
     ttl type url url_sources user_id user_input user_location value verbosity version voice
 """)
 # Fields of a conversation, whose members are passed on unless they may be references.
-CONVERSATIONS: Final = _words("messages input prompt system instructions prediction")
+CONVERSATION_FIELDS: Final = _words("messages input prompt system instructions prediction")
 # Members with tools and options, also within a conversation.
-OPTIONS: Final = _words("tool tools toolset container environment")
+OPTION_FIELDS: Final = _words("tool tools toolset container environment")
 # Names of members that may refer to stored objects, cached pictures, or tensors to load.
 REFERENCE_NAMES: Final = re.compile(r".*(?:id|handle|embed)s?[^a-z0-9]*", re.DOTALL)
 # Names of members whose values servers may fetch.
@@ -113,7 +113,7 @@ _FETCHED: Final = re.compile(
     r".*(?:(ur[il]|href|src)|image|video|audio|file|media|data)s?[^a-z0-9]*", re.DOTALL
 )
 # Members with the client's own content, in which any name is allowed.
-FREE: Final = _words("""
+FREE_FORM_FIELDS: Final = _words("""
     action actions annotations arguments attributes chat_template_kwargs citations configs
     default_config documents env headers input_examples input_schema json_schema logit_bias logprobs
     media_io_kwargs metadata mm_processor_kwargs output_schema parameters properties schema
@@ -375,8 +375,8 @@ def _check_fields(owners: Owners, tenant: str, path: str, fields: Mapping[str, A
             left_out.append((None, name))
         elif name == "prompt" and isinstance(value, dict):
             raise _not_allowed((None, name))
-        elif name not in FREE:
-            in_conversation = name in CONVERSATIONS
+        elif name not in FREE_FORM_FIELDS:
+            in_conversation = name in CONVERSATION_FIELDS
             _check_within(
                 owners, tenant, value, name, (None, name), left_out, in_conversation=in_conversation
             )
@@ -421,7 +421,11 @@ def _check_within(
             )
     elif isinstance(value, dict):
         for name, member in value.items():
-            if member is None or name in FREE or (name == "input" and isinstance(member, dict)):
+            if (
+                member is None
+                or name in FREE_FORM_FIELDS
+                or (name == "input" and isinstance(member, dict))
+            ):
                 continue
             lower, inner = name.casefold(), (place, name)
             # Some parsers ignore the case of a name.
@@ -435,7 +439,7 @@ def _check_within(
                 continue
             if lower == MODEL and isinstance(member, str):
                 owners.check(tenant, member)
-            stays_in = in_conversation and name not in OPTIONS
+            stays_in = in_conversation and name not in OPTION_FIELDS
             _check_within(owners, tenant, member, lower, inner, left_out, in_conversation=stays_in)
     elif isinstance(value, str) and not _is_harmless(folded, value):
         if isinstance(place[1], int) or folded in ALLOWED_MEMBERS:

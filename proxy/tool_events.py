@@ -357,7 +357,7 @@ def _surest_verdict(
     return None
 
 
-HEADER: Final = "x-pawl-tool-status"
+STATUS_HEADER: Final = "x-pawl-tool-status"
 MAX_TEXT: Final = 1024
 PARAMETERS: Final = ("id", "name", "detail", "ms")
 
@@ -375,7 +375,7 @@ def parse_tool_status(value: str) -> tuple[ToolEvent, ...]:
     try:
         members = http_sf.parse(value.encode(), tltype="list")
     except (http_sf.StructuredFieldError, UnicodeEncodeError) as error:
-        raise ToolStatusError(f"{HEADER} is not an RFC 9651 list: {error}") from error
+        raise ToolStatusError(f"{STATUS_HEADER} is not an RFC 9651 list: {error}") from error
     return tuple(_event(member, parameters) for member, parameters in members)
 
 
@@ -383,13 +383,17 @@ def _event(member: Any, parameters: dict[str, Any]) -> ToolEvent:
     status = str(member) if isinstance(member, http_sf.Token) else None
     if status not in TOOL_STATUSES:
         known = ", ".join(TOOL_STATUSES)
-        raise ToolStatusError(f"{HEADER}: {member!s} is not a tool status; use one of {known}")
+        raise ToolStatusError(
+            f"{STATUS_HEADER}: {member!s} is not a tool status; use one of {known}"
+        )
     unknown = next((name for name in parameters if name not in PARAMETERS), None)
     if unknown is not None:
         allowed = ", ".join(PARAMETERS)
-        raise ToolStatusError(f"{HEADER}: unknown parameter {unknown!r}; allowed are {allowed}")
+        raise ToolStatusError(
+            f"{STATUS_HEADER}: unknown parameter {unknown!r}; allowed are {allowed}"
+        )
     if "id" not in parameters:
-        raise ToolStatusError(f'{HEADER}: {status} has no id; write {status};id="call_…"')
+        raise ToolStatusError(f'{STATUS_HEADER}: {status} has no id; write {status};id="call_…"')
     return msgspec.convert(
         {
             "id": new_id(),
@@ -410,10 +414,10 @@ def _text(parameters: dict[str, Any], name: str) -> str | None:
     if isinstance(value, str) and not isinstance(value, http_sf.Token):
         if len(value) > MAX_TEXT or "\x00" in value:
             raise ToolStatusError(
-                f"{HEADER}: {name} must be at most {MAX_TEXT} characters without U+0000"
+                f"{STATUS_HEADER}: {name} must be at most {MAX_TEXT} characters without U+0000"
             )
         return value
-    raise ToolStatusError(f'{HEADER}: {name} must be a string in quotes, such as {name}="x"')
+    raise ToolStatusError(f'{STATUS_HEADER}: {name} must be a string in quotes, such as {name}="x"')
 
 
 def _number(parameters: dict[str, Any], name: str) -> float | None:
@@ -422,4 +426,4 @@ def _number(parameters: dict[str, Any], name: str) -> float | None:
         return None
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool) and value >= 0:
         return float(value)
-    raise ToolStatusError(f"{HEADER}: {name} must be a number of milliseconds, 0 or more")
+    raise ToolStatusError(f"{STATUS_HEADER}: {name} must be a number of milliseconds, 0 or more")

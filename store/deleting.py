@@ -27,7 +27,7 @@ from store.tombstones import (
     forget_unmatched,
     key_once_deleted,
 )
-from store.values.digests import TWIN
+from store.values.digests import TWIN_SQL
 
 # `marked`: nothing was recorded under that name, and nothing will be any more.
 DeletionState = Literal["deleted", "deleted_before", "marked"]
@@ -123,7 +123,7 @@ _ADDITIONS: Final = f"""
     SELECT t.id FROM transitions t WHERE t.parent_id = ANY($2) AND t.episode_id <> ALL ($1)
         AND t.id IN (
             SELECT n.call_id FROM provided_fingerprints p JOIN needed_fingerprints n
-                ON n.digest = ANY(ARRAY[p.digest, {TWIN.format("p.digest")}])
+                ON n.digest = ANY(ARRAY[p.digest, {TWIN_SQL.format("p.digest")}])
             WHERE p.episode_id = ANY($1))
 """
 _REWRITE: Final = """
@@ -133,7 +133,7 @@ _REWRITE: Final = """
 # Tables other than `transitions` from which an episode's rows are deleted.
 BY_EPISODE: Final = ("judgements", "provided_fingerprints", "needed_fingerprints")
 # Parameters: ids of episodes, and the replacements of their keys.
-STRIP: Final = """
+STRIP_EPISODES: Final = """
     UPDATE episodes e SET key = s.key, task = NULL, task_named = false, task_from = NULL,
         joined_task = NULL, scored_at = NULL, call_scored_at = NULL,
         reward = NULL,
@@ -174,7 +174,7 @@ async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Recei
         done = await driver.execute(f"DELETE FROM {table} WHERE episode_id = ANY($1)", ids)
         removed[table] = int(done.rpartition(" ")[2])
     await add_tombstones(driver, names, deletion)
-    await driver.execute(STRIP, ids, [key_once_deleted(key) for key in keys])
+    await driver.execute(STRIP_EPISODES, ids, [key_once_deleted(key) for key in keys])
     await refresh_policy_rows(connection, ids)
     return Receipt(
         episode=next((part["key"] for part in parts if part["is_whole"]), keys[0]),

@@ -102,7 +102,7 @@ class PolicyTable:
         """Return all policies, in the order of the file."""
         return tuple(self._specs.values())
 
-    def named(self, name: str) -> PolicySpec | None:
+    def policy_named(self, name: str) -> PolicySpec | None:
         return self._specs.get(name)
 
     def answering(self, model: str, agent: str, tenant: str = DEFAULT) -> PolicySpec | None:

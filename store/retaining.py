@@ -17,7 +17,7 @@ from uuid import UUID
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.database import driver_of
-from store.deleting import BY_EPISODE, STRIP, abandon_updates, keep_writers_out
+from store.deleting import BY_EPISODE, STRIP_EPISODES, abandon_updates, keep_writers_out
 from store.driver import Driver
 from store.ids import lowest_id_at
 from store.link.claimable import refresh_policy_rows, refresh_with_wholes
@@ -224,7 +224,9 @@ async def _remove_outdated(step: _Step) -> Removed | None:
     removed = list(set(ids) - set(stripped))
     await driver.execute("DELETE FROM episode_policies WHERE episode_id = ANY($1)", removed)
     await driver.execute("DELETE FROM episodes WHERE id = ANY($1)", removed)
-    await driver.execute(STRIP, stripped, [f"{DELETED_PREFIX}{one.hex}" for one in stripped])
+    await driver.execute(
+        STRIP_EPISODES, stripped, [f"{DELETED_PREFIX}{one.hex}" for one in stripped]
+    )
     await refresh_policy_rows(step.connection, stripped)
     return Removed(
         episodes=len(still),

@@ -295,7 +295,7 @@ async def read_version_lines(
         UnknownPolicy: there is no such policy, or it is another tenant's.
         RecipeError: the policy's recipe cannot be used.
     """
-    spec = None if policies is None else policies.named(name)
+    spec = None if policies is None else policies.policy_named(name)
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}

@@ -268,7 +268,7 @@ async def _read_facts(
         yield facts
         ready = await waiting_episodes(connection)
         for about in _policies_to_train(begun, known, settings.policy, calls):
-            spec = None if table is None else table.named(about.name)
+            spec = None if table is None else table.policy_named(about.name)
             try:
                 recipe = load_recipe((spec and spec.recipe) or settings.recipe)
             except RecipeError as error:

@@ -149,14 +149,16 @@ class StreamedAnswer:
         if buffer.dropped:
             parser.forget()
             within_s = 0.0
-        wanted = self._base + buffer.held + parser.gathered + REPLY_COPIES * parser.waiting_bytes
+        wanted = (
+            self._base + buffer.held_bytes + parser.gathered + REPLY_COPIES * parser.waiting_bytes
+        )
         fits = parser.waiting_bytes <= max_held_bytes(call) and await wait_for_room(
             call.claim, wanted, within_s
         )
         if not fits and parser.waiting_bytes > DEFLATE_FROM:
             call.exchange.write(parser.pass_buffered_line())
-        if not (buffer.dropped or (fits and buffer.total <= call.parts.max_reply)):
-            log.warning("reply_too_long", call=call.name, bytes=buffer.total)
+        if not (buffer.dropped or (fits and buffer.arrived_bytes <= call.parts.max_reply)):
+            log.warning("reply_too_long", call=call.name, bytes=buffer.arrived_bytes)
             buffer.drop_all_but_beginning()
             parser.forget()
             call.claim.charge(self._base - call.claim.held)
@@ -330,12 +332,12 @@ class ReplyBuffer:
         self.dropped = False
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Return how many bytes are kept in memory."""
         return self._packed_bytes + self._size
 
     @property
-    def total(self) -> int:
+    def arrived_bytes(self) -> int:
         """Return how many bytes have arrived."""
         return self._total + self._size
 
@@ -352,7 +354,7 @@ class ReplyBuffer:
         if self._size <= DEFLATE_FROM:
             return False
         if self.dropped:
-            self._total, self._size = self.total, 0
+            self._total, self._size = self.arrived_bytes, 0
         else:
             self._deflate()
         return True
@@ -363,7 +365,7 @@ class ReplyBuffer:
         if is_deflated:
             data = zlib.decompressobj().decompress(data, DEFLATE_FROM)
         data = data[:DEFLATE_FROM]
-        self._total, self._size, self.dropped = self.total, 0, True
+        self._total, self._size, self.dropped = self.arrived_bytes, 0, True
         self._pieces, self._packed, self._packed_bytes, self._deflater = [data], [], 0, None
 
     def _deflate(self) -> None:

@@ -45,7 +45,7 @@ from proxy.tenants import (
     check_query,
     responses_named,
 )
-from proxy.tool_events import HEADER as TOOL_STATUS_HEADER
+from proxy.tool_events import STATUS_HEADER as TOOL_STATUS_HEADER
 from proxy.tool_events import ToolStatusError, parse_tool_status
 from proxy.upstreams.server import Reply, check_redirect, decode_reply, is_event_stream
 from proxy.upstreams.upstreams import ModelServer, SamplingDefaults, Upstreams
@@ -388,9 +388,9 @@ class Call:
         Raises:
             ProxyError: no reply came (see `ModelServer.ask`).
         """
-        return upstream.ask("POST", *self.outgoing())
+        return upstream.ask("POST", *self.outgoing_request())
 
-    def outgoing(self) -> tuple[str, Headers, bytes]:
+    def outgoing_request(self) -> tuple[str, Headers, bytes]:
         """Return the target, headers and body that the upstream gets."""
         exchange, request = self.exchange, self.routed.request
         headers = headers_for_upstream(exchange.headers, exchange.tenant, plain=self.routed.changed)
@@ -448,7 +448,7 @@ class Call:
         clock = asyncio.get_running_loop().time
         begun = clock()
         while versions.is_servable(serving):
-            served = await upstream.ask_where_served(name, "POST", *self.outgoing())
+            served = await upstream.ask_where_served(name, "POST", *self.outgoing_request())
             if served is not None or clock() - begun >= VERSION_WAIT_S:
                 break
             await asyncio.sleep(VERSION_RETRY_S)
@@ -510,7 +510,7 @@ class Call:
     async def _make_durable(self, status: CallStatus) -> None:
         """Record the call, and wait until the record is durable; only then may the reply end."""
         before = perf_counter()
-        if self.answer is not None and self.answer.buffer.total > LONG_BYTES:
+        if self.answer is not None and self.answer.buffer.arrived_bytes > LONG_BYTES:
             self.reading = asyncio.create_task(self.parts.intake.run_in_thread(read_reply, self))
             await asyncio.wait([self.reading])
         await self._record(status).on_disk

@@ -134,7 +134,7 @@ def _capture_call(call: "Call", status: CallStatus, provided: tuple[bytes, ...])
         arm=serving.arm,
         api_key=call.exchange.api_key,
         trace=identity.trace,
-        reply_bytes=0 if answer is None else answer.buffer.total,
+        reply_bytes=0 if answer is None else answer.buffer.arrived_bytes,
         lane=identity.lane,
     )
 

@@ -320,7 +320,7 @@ class Exchange:
         """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""
         if self.expects and not self.started:
             self.expects = False
-            self._connection.send(wire.CONTINUE)
+            self._connection.send(wire.CONTINUE_REPLY)
 
     def arrived_body(self, limit: int) -> bytes | None:
         """Return the body if all of it has arrived and it has at most `limit` bytes, else None."""

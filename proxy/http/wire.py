@@ -25,7 +25,7 @@ REASONS: Final[Mapping[int, bytes]] = {
 JSON: Final = (b"Content-Type", b"application/json")
 CHUNKED: Final = (b"Transfer-Encoding", b"chunked")
 CLOSE: Final = (b"Connection", b"close")
-CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE_REPLY: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 FRAMING: Final = (b"content-length", b"transfer-encoding")
 # Statuses of replies without a body or a length (RFC 9110 §8.6, §15.4.5).

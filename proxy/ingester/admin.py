@@ -59,7 +59,7 @@ class OwnersFile:
                 if str(error) != self._trouble:
                     log.error("owners_unreadable", reason=str(error))
                 self._trouble = str(error)
-        self._owners.learn(versions)
+        self._owners.learn_policies(versions)
         return self._owners
 
     def _mark(self) -> Mark:

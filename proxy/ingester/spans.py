@@ -52,7 +52,7 @@ SCHEMA: Final = "https://opentelemetry.io/schemas/1.41.0"
 MOST_WAITING: Final = 2048
 BATCH: Final = 512
 # Characters beyond these are cut off: servers choose ids and finish reasons freely.
-LONGEST: Final = 256
+LONGEST_TEXT: Final = 256
 # Protobuf has no larger integers: a larger one would lose the whole batch.
 INT64_END: Final = 2**63
 FIRST_ERROR_STATUS: Final = 400
@@ -274,7 +274,7 @@ def _error_type(record: CallRecord) -> str | None:
 
 def _text(text: str | None) -> str | None:
     # Half of a surrogate pair would lose the whole batch.
-    return text and text[:LONGEST].encode(errors="replace").decode()
+    return text and text[:LONGEST_TEXT].encode(errors="replace").decode()
 
 
 def _fields(document: bytes | None) -> dict[str, Any]:

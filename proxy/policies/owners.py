@@ -24,9 +24,9 @@ class Owners:
         self._declared = {spec.name: spec.tenant for spec in specs}
         self._bases = frozenset(spec.base for spec in specs)
         self._tenants_of_keys = frozenset[str]()
-        self.learn(())
+        self.learn_policies(())
 
-    def learn(self, versions: Iterable[PolicyVersion]) -> None:
+    def learn_policies(self, versions: Iterable[PolicyVersion]) -> None:
         """Replace the policies known from the database."""
         self._began: Mapping[str, str] = {one.name: one.tenant for one in versions}
         self._tenants_of_policies = {*self._declared.values(), *self._began.values()} - {DEFAULT}

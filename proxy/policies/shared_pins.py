@@ -7,10 +7,10 @@ promoted in between, that worker would choose it, and two versions would sample 
 first worker writes its choice into a table that all workers share, and the others follow it.
 
 The table is a file in memory (the page). It is read and written with pread(2) and pwrite(2), which
-fail where memory is short; a mapped page would kill the process then. It has `SETS` sets of `WAYS`
-entries, the newest first. An entry has, little-endian, a digest of policy and episode (0 if it is
-free) and the version's number. A full set drops its oldest entry, whose episode is in the database
-by then.
+fail where memory is short; a mapped page would kill the process then. It has `SET_COUNT` sets of
+`SET_ENTRIES` entries, the newest first. An entry has, little-endian, a digest of policy and episode
+(0 if it is free) and the version's number. A full set drops its oldest entry, whose episode is in
+the database by then.
 """
 
 import fcntl
@@ -25,23 +25,23 @@ import structlog
 
 log = structlog.get_logger()
 
-SETS: Final = 32_768
-WAYS: Final = 8
+SET_COUNT: Final = 32_768
+SET_ENTRIES: Final = 8
 # A set is locked for microseconds. A process that is suspended meanwhile must not block others.
-TRIES: Final = 100
+LOCK_TRIES: Final = 100
 PAUSE_S: Final = 0.0002
 _DIGEST_BYTES: Final = 16
 _ENTRY: Final = struct.Struct(f"<{_DIGEST_BYTES}sI")
-_SET_BYTES: Final = WAYS * _ENTRY.size
+_SET_BYTES: Final = SET_ENTRIES * _ENTRY.size
 _SEPARATOR: Final = "\x1f"
 
 
 class Locked(OSError):
-    """Another process still held a set's lock at the last of `TRIES` attempts."""
+    """Another process still held a set's lock at the last of `LOCK_TRIES` attempts."""
 
 
 class SharedPins:
-    """The versions of about the newest `SETS` × `WAYS` episodes, shared by all workers.
+    """The versions of about the newest `SET_COUNT` × `SET_ENTRIES` episodes, shared by all workers.
 
     No public method raises: if the page cannot be used, a worker decides alone, and logs it.
     """
@@ -97,13 +97,13 @@ class SharedPins:
             Locked: others held it for too long.
             OSError: the kernel has no more locks.
         """
-        for _ in range(TRIES):
+        for _ in range(LOCK_TRIES):
             try:
                 fcntl.lockf(self.page, kind | fcntl.LOCK_NB, 1, number)
                 return
             except (BlockingIOError, PermissionError):
                 time.sleep(PAUSE_S)
-        raise Locked(f"another worker still held the lock after {TRIES} attempts")
+        raise Locked(f"another worker still held the lock after {LOCK_TRIES} attempts")
 
     def _unlock(self, number: int) -> None:
         fcntl.lockf(self.page, fcntl.LOCK_UN, 1, number)
@@ -136,7 +136,7 @@ def _digest_and_set(policy: str, episode: str) -> tuple[bytes, int]:
     """Return the digest of policy and episode, and the number of the set for its entry."""
     named = f"{policy}{_SEPARATOR}{episode}".encode(errors="surrogatepass")
     digest = blake2b(named, digest_size=_DIGEST_BYTES).digest()
-    return digest, int.from_bytes(digest[:4], "little") % SETS
+    return digest, int.from_bytes(digest[:4], "little") % SET_COUNT
 
 
 def _log_failure(error: OSError) -> None:

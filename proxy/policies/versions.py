@@ -102,17 +102,17 @@ def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
     return arms
 
 
-LOADING_AGAIN: Final = "is being loaded again"
+WHY_NOT_YET: Final = "is being loaded again"
 WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not loaded yet",
     "rejected": "was rejected: it did not load, was not served as it was trained, scored below "
     "the serving version, or was trained from a version that was rolled back",
 }
-UNLOADED: Final = (
+WHY_UNLOADED: Final = (
     "is {state}, and was unloaded to free its slot; while its files exist it can be loaded again "
     "(docs/howto/evaluate.md)"
 )
-DELETED: Final = (
+WHY_DELETED: Final = (
     "was unloaded or rejected, and its files were deleted, as no call asked for it any more"
 )
 
@@ -146,11 +146,11 @@ class ServedVersion(msgspec.Struct, frozen=True):
 def _why_not(version: PolicyVersion) -> str:
     """Return why the upstream may lack a known version, as the end of a sentence."""
     if version.unloaded:
-        return UNLOADED.format(state=version.state.replace("_", " "))
+        return WHY_UNLOADED.format(state=version.state.replace("_", " "))
     if version.state == "rolled_back":
         kept = "was rolled back, and is kept for the episodes that began with it alone"
-        return f"{kept}; it {LOADING_AGAIN}"
-    return WHY_NOT.get(version.state, LOADING_AGAIN)
+        return f"{kept}; it {WHY_NOT_YET}"
+    return WHY_NOT.get(version.state, WHY_NOT_YET)
 
 
 class Versions:
@@ -190,7 +190,7 @@ class Versions:
         self._known: dict[str, dict[int, PolicyVersion]] = {}
         self._newest: dict[str, int] = {}
         versions = list(versions)
-        self.owners.learn(versions)
+        self.owners.learn_policies(versions)
         # A policy with one arm needs no draw: all its episodes get the serving version.
         arms = arms_of(versions).items()
         self._arms = {policy: one for policy, one in arms if one.are_several}
@@ -252,7 +252,7 @@ class Versions:
 
     def base_of(self, policy: str) -> str:
         """Return the name of a policy's base model, by which its upstream is found."""
-        spec = None if self._table is None else self._table.named(policy)
+        spec = None if self._table is None else self._table.policy_named(policy)
         return spec.base if spec is not None else self._served_names.get(policy, {}).get(0, policy)
 
     def knows_version_of(self, policy: str, episode: str) -> bool:
@@ -348,7 +348,7 @@ class Versions:
         policy, number = named
         version = self._version(policy, number)
         if version is None:
-            why = DELETED if self._is_deleted(policy, number) else "is unknown"
+            why = WHY_DELETED if self._is_deleted(policy, number) else "is unknown"
         else:
             why = _why_not(version)
         loaded = sorted(self._served_names.get(policy, ()), reverse=True)[:MOST_NAMED]
@@ -381,7 +381,7 @@ class Versions:
         """Return whether a policy is trained, and the tenant owns it."""
         if policy is None or not self._owns(tenant, policy):
             return False
-        spec = None if self._table is None else self._table.named(policy)
+        spec = None if self._table is None else self._table.policy_named(policy)
         return self._table is None or (spec is not None and spec.trained)
 
     def _owns(self, tenant: str, policy: str) -> bool:

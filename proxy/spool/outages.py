@@ -27,7 +27,7 @@ from store.ids import new_id
 
 OUTAGE: Final = "outage"
 # A disk writes a page whole or not at all.
-PAGE: Final = 4096
+PAGE_BYTES: Final = 4096
 PAGES: Final = 3
 _STORED: Final = 2
 # Magic, number, id, beginning and end.
@@ -63,7 +63,7 @@ class OutageState(NamedTuple):
 
 def parse_state(data: bytes) -> OutageState:
     """Parse an outage file; a damaged page counts as empty (pure)."""
-    pages = [_parsed(data[at * PAGE : (at + 1) * PAGE]) for at in range(PAGES)]
+    pages = [_parsed(data[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]) for at in range(PAGES)]
     number, outage = max(filter(None, pages[:_STORED]), default=(0, None), key=lambda page: page[0])
     stored_page = pages[_STORED]
     return OutageState(number, outage, None if stored_page is None else stored_page[1])
@@ -96,9 +96,9 @@ class OutageFile:
         """
         self._file = os.open(folder / OUTAGE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if (size := os.fstat(self._file).st_size) < PAGE * PAGES:
+            if (size := os.fstat(self._file).st_size) < PAGE_BYTES * PAGES:
                 # Zeros are written, not just allocated: overwriting them takes no new block.
-                _write(self._file, bytes(PAGE * PAGES - size), size)
+                _write(self._file, bytes(PAGE_BYTES * PAGES - size), size)
                 sync(folder)
             self._number, self._outage, _ = _read(self._file)
         except OSError:
@@ -158,7 +158,9 @@ class OutageFile:
 
     def _set(self, outage: RecordingOutage | None) -> None:
         # A failed write may leave half a page: the next try writes the same page.
-        _write(self._file, _packed(self._number + 1, outage), (self._number + 1) % _STORED * PAGE)
+        _write(
+            self._file, _packed(self._number + 1, outage), (self._number + 1) % _STORED * PAGE_BYTES
+        )
         self._number, self._outage = self._number + 1, outage
 
     def close(self) -> None:
@@ -182,13 +184,13 @@ def mark_outage_stored(path: Path, outage: RecordingOutage) -> None:
     """
     handle = os.open(path, os.O_WRONLY)
     try:
-        _write(handle, _packed(0, outage), _STORED * PAGE)
+        _write(handle, _packed(0, outage), _STORED * PAGE_BYTES)
     finally:
         os.close(handle)
 
 
 def _read(handle: int) -> OutageState:
-    return parse_state(os.pread(handle, PAGE * PAGES, 0))
+    return parse_state(os.pread(handle, PAGE_BYTES * PAGES, 0))
 
 
 def _write(handle: int, data: bytes, at: int) -> None:

@@ -277,7 +277,7 @@ MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
 # The mark of a frame with a `GapRecord`, which is not a client's record.
-GAP: Final = "\0gap"
+GAP_MARK: Final = "\0gap"
 
 
 class Recorder:
@@ -368,18 +368,18 @@ class Recorder:
     def _gap_of(self, marks: list[str]) -> bytes:
         """Return a gap's frame for the episodes of lost frames, or empty bytes if none has one."""
         # `_writing_gap` does not change before the commit of its gap has ended.
-        episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
-        if GAP in marks:
+        episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP_MARK)
+        if GAP_MARK in marks:
             episodes |= dict.fromkeys(self._writing_gap)
         return _gap_frame(tuple(episodes)) if episodes else b""
 
     def _committed(self, outcome: Outcome, marks: list[str]) -> None:
-        if GAP in marks:
+        if GAP_MARK in marks:
             written, self._writing_gap = self._writing_gap, ()
             if outcome == "lost":
                 self._gaps = dict.fromkeys(written) | self._gaps
         # A gap is no client's record: it does not count as lost, but is written again later.
-        lost = [mark for mark in marks if mark != GAP]
+        lost = [mark for mark in marks if mark != GAP_MARK]
         if outcome == "durable":
             self._write_gaps()
         if outcome != "lost" and self._losing:
@@ -421,7 +421,7 @@ class Recorder:
         if not self._gaps or self._writing_gap:
             return
         self._writing_gap, self._gaps = tuple(self._gaps), {}
-        self._spool.append(_gap_frame(self._writing_gap), GAP)
+        self._spool.append(_gap_frame(self._writing_gap), GAP_MARK)
 
     async def close(self) -> None:
         """Write all waiting records, and unlock the folder."""

@@ -170,7 +170,7 @@ def _text(value: object) -> str | None:
 
 LIBRARY: Final = "litellm"
 # Replaces the upstream's key in texts for clients.
-HIDDEN: Final = "***"
+HIDDEN_TEXT: Final = "***"
 EVENT_STREAM_TYPE: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
@@ -181,7 +181,7 @@ def hidden_words(spec: UpstreamSpec, key: str | None) -> dict[str, str]:
     only host and port.
     """
     places = [place for url in spec.urls for place in (url, urlsplit(url).netloc)]
-    return ({key: HIDDEN} if key else {}) | dict.fromkeys(places, spec.name)
+    return ({key: HIDDEN_TEXT} if key else {}) | dict.fromkeys(places, spec.name)
 
 
 class LitellmUpstream:

@@ -31,7 +31,7 @@ from store.link.outages import (
 from store.questions import Target, stored_targets
 from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import name_in_same_tenant
-from store.values.digests import MATCHES
+from store.values.digests import MATCHES_SQL
 
 # Key of the advisory lock that `resolve_references` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
@@ -191,7 +191,7 @@ _LINK = f"""
     SELECT DISTINCT call_id, level, provided_by, needed_by FROM (
         SELECT n.call_id, d.level, p.episode_id AS provided_by, n.episode_id AS needed_by,
             min(d.level) OVER (PARTITION BY n.call_id) AS surest
-        FROM needed_fingerprints n CROSS JOIN LATERAL {MATCHES} CROSS JOIN LATERAL (
+        FROM needed_fingerprints n CROSS JOIN LATERAL {MATCHES_SQL} CROSS JOIN LATERAL (
             SELECT DISTINCT episode_id FROM (
                 SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
                 LIMIT {64 * MOST_PROVIDERS}) provided

@@ -20,7 +20,7 @@ _KINDS_OF_IDS: Final = (TOOL_CALL, RESPONSE)
 # matched and counted apart.
 _OF_EVAL: Final = 0x80
 # The SQL of a stored digest's twin, which is the same digest in the other split.
-TWIN: Final = (
+TWIN_SQL: Final = (
     "CAST(translate(left({0}::text, 1), '0123456789abcdef', '89abcdef01234567')"
     " || substr({0}::text, 2) AS uuid)"
 )
@@ -28,8 +28,8 @@ TWIN: Final = (
 ACROSS_SPLITS: Final = 1 << 16
 # Prefixes match across splits only where a call of training repeats an evaluation's: evaluation may
 # well repeat recorded conversations of training, which stay training's.
-MATCHES: Final = (
-    f"(VALUES (n.digest, n.level, true), ({TWIN.format('n.digest')}, n.level + {ACROSS_SPLITS},"
+MATCHES_SQL: Final = (
+    f"(VALUES (n.digest, n.level, true), ({TWIN_SQL.format('n.digest')}, n.level + {ACROSS_SPLITS},"
     f" n.level < {len(_KINDS_OF_IDS)} OR n.digest < '80000000-0000-0000-0000-000000000000'))"
     " AS d (digest, level, counts)"
 )

@@ -10,7 +10,7 @@ from proxy.http.wire import headers_by_name, headers_for_client, headers_for_ups
 from proxy.identity.call_memory import CallMemory, provided_fingerprints
 from proxy.identity.identify import SESSION_HEADERS, identify, parse_baggage, trace_context
 from proxy.routing import Route, find_route
-from proxy.tool_events import HEADER, ToolStatusError, parse_tool_status
+from proxy.tool_events import STATUS_HEADER, ToolStatusError, parse_tool_status
 from store.tenants import DEFAULT
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
@@ -18,7 +18,7 @@ from tests.fuzz.tape import Tape, made, made_of
 from tests.fuzz.texts import anything, damaged, one_of
 
 KNOWN = (
-    *(b"x-pawl-episode", b"x-pawl-agent", b"x-pawl-task", HEADER.encode(), b"baggage"),
+    *(b"x-pawl-episode", b"x-pawl-agent", b"x-pawl-task", STATUS_HEADER.encode(), b"baggage"),
     *(b"x-pawl-split", b"traceparent", b"x-stainless-retry-count", b"connection"),
     b"x-claude-code-agent-id",
     *(name.encode() for name, _ in SESSION_HEADERS),

@@ -19,9 +19,9 @@ from proxy.http.wire import Headers
 from proxy.policies.owners import Owners
 from proxy.tenants import (
     ALLOWED_MEMBERS,
-    CONVERSATIONS,
-    FREE,
-    OPTIONS,
+    CONVERSATION_FIELDS,
+    FREE_FORM_FIELDS,
+    OPTION_FIELDS,
     REFERENCE_NAMES,
     REFERENCES,
     allowed_fields,
@@ -425,7 +425,11 @@ def typed_names(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
     if typing_extensions.is_typeddict(kind):
         for name, inner in typing_extensions.get_type_hints(kind).items():
             yield path, name
-            if name not in FREE and name not in path and name not in WITHHELD_MEMBERS | WITHHELD:
+            if (
+                name not in FREE_FORM_FIELDS
+                and name not in path
+                and name not in WITHHELD_MEMBERS | WITHHELD
+            ):
                 yield from typed_names(inner, (*path, name))
         return
     for inner in get_args(kind):
@@ -437,13 +441,13 @@ def test_every_field_of_the_sdks_is_passed_on_or_known_to_be_withheld(path: str)
     module, _, name = SDK_REQUESTS[path].partition(":")
     top, options, said = set(), set(), set()
     for within, field in typed_names(getattr(importlib.import_module(module), name)):
-        is_talk = within and within[0] in CONVERSATIONS and OPTIONS.isdisjoint(within)
+        is_talk = within and within[0] in CONVERSATION_FIELDS and OPTION_FIELDS.isdisjoint(within)
         (said if is_talk else options if within else top).add(field)
     assert top - allowed_fields(path) - WITHHELD == set()
-    assert options - ALLOWED_MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
+    assert options - ALLOWED_MEMBERS - FREE_FORM_FIELDS - WITHHELD_MEMBERS - WITHHELD == set()
     withheld = {one for one in said if REFERENCE_NAMES.fullmatch(one) or one in REFERENCES}
-    assert withheld - ALLOWED_MEMBERS - FREE - WITHHELD_MEMBERS - WITHHELD == set()
-    assert not WITHHELD_MEMBERS & (ALLOWED_MEMBERS | FREE)
+    assert withheld - ALLOWED_MEMBERS - FREE_FORM_FIELDS - WITHHELD_MEMBERS - WITHHELD == set()
+    assert not WITHHELD_MEMBERS & (ALLOWED_MEMBERS | FREE_FORM_FIELDS)
 
 
 def nested(value: Any, depth: int) -> Any:
@@ -474,8 +478,8 @@ def test_file_id_is_passed_on_at_no_depth(path: list[str | None]) -> None:
     value: Any = {"file_id": "file-1"}
     for name in path:
         value = [1, value, "x"] if name is None else {"url": 1, name: value}
-    # Arguments of a tool, which are an object, are the client's own, as is what is in `FREE`.
-    if "input" not in path and FREE.isdisjoint(path):
+    # A tool's arguments, an object, are the client's own, like the values of `FREE_FORM_FIELDS`.
+    if "input" not in path and FREE_FORM_FIELDS.isdisjoint(path):
         try:
             passed, _ = called("a", CHAT, {"messages": value})
         except BadRequest:

@@ -160,8 +160,8 @@ def test_unreadable_policies_file_is_refused_with_the_remedy(tmp_path: Path) -> 
     missing.write_text(WHOLE)
     table = open_policies(missing)
     assert table is not None
-    assert table.named("rest") is not None
-    assert table.named("none") is None
+    assert table.policy_named("rest") is not None
+    assert table.policy_named("none") is None
     assert open_policies(None) is None
 
 
@@ -180,7 +180,7 @@ def test_any_policies_file_is_refused_or_answers_each_call_unambiguously(
     with suppress(BadPolicies):
         table = parse_policies(text, "p.toml")
         for spec in table.specs:
-            assert table.named(spec.name) is spec
+            assert table.policy_named(spec.name) is spec
             assert all(table.answering(spec.base, agent) is spec for agent in spec.agents)
 
 

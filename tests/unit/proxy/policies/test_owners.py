@@ -62,7 +62,7 @@ def test_long_model_name_is_checked_in_linear_time() -> None:
 
 def test_policy_name_may_contain_an_at_sign_without_a_policies_file() -> None:
     owners = Owners(None)
-    owners.learn([version(1, "serving", "me@home")])
+    owners.learn_policies([version(1, "serving", "me@home")])
     assert owners.hides("a", "me@home@1")
     assert not owners.hides(DEFAULT, "me@home@1")
 

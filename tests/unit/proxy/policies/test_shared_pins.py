@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from proxy.policies import shared_pins
-from proxy.policies.shared_pins import WAYS, SharedPins
+from proxy.policies.shared_pins import SET_ENTRIES, SharedPins
 from proxy.policies.versions import Versions
 from store.policy_table import parse_policies
 from store.versions import PolicyVersion
@@ -35,7 +35,7 @@ import sys
 from proxy.policies import shared_pins
 from proxy.policies.shared_pins import SharedPins
 # Whoever holds a lock may be kept from a processor for longer than a worker would wait.
-shared_pins.TRIES = 10**6
+shared_pins.LOCK_TRIES = 10**6
 page, version = map(int, sys.argv[1:])
 pins = SharedPins(page)
 print(*[pins.agree_on_version("m", f"e{n}", version, lambda kept: True) for n in range(2000)])
@@ -78,13 +78,13 @@ def test_all_workers_pin_an_episode_to_the_first_servable_version_proposed(
 
 
 def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_pins, "SETS", 1)
+    monkeypatch.setattr(shared_pins, "SET_COUNT", 1)
     pins = SharedPins(os.memfd_create("pins"))
-    for number in range(WAYS + 1):
+    for number in range(SET_ENTRIES + 1):
         assert pins.agree_on_version("m", f"e{number}", number, any_version) == number
-    assert [pins.kept_version("m", f"e{number}") for number in range(WAYS + 1)] == [
+    assert [pins.kept_version("m", f"e{number}") for number in range(SET_ENTRIES + 1)] == [
         None,
-        *range(1, WAYS + 1),
+        *range(1, SET_ENTRIES + 1),
     ]
 
 

@@ -14,7 +14,7 @@ from proxy.spool import writer as segment_writer
 from proxy.spool.folders import WorkerFolder, take_worker_folder
 from proxy.spool.outages import (
     OUTAGE,
-    PAGE,
+    PAGE_BYTES,
     PAGES,
     OutageFile,
     mark_outage_stored,
@@ -43,7 +43,7 @@ def test_recording_outage_begins_once_and_ends(tmp_path: Path) -> None:
     assert ended == lasting._replace(until=12.0)
     assert read_outage(tmp_path / OUTAGE).unstored == ended
     assert file.mark_records_lost_until(13.0, named=False) is None
-    assert size(tmp_path) == PAGE * PAGES
+    assert size(tmp_path) == PAGE_BYTES * PAGES
 
 
 def test_recording_outage_that_lost_only_named_episodes_is_discarded(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_torn_write_of_the_outage_file_leaves_its_previous_state(
     assert parse_state(torn + before[len(torn) :]).outage == state.outage
 
 
-@given(st.binary(max_size=3 * PAGE))
+@given(st.binary(max_size=3 * PAGE_BYTES))
 def test_foreign_bytes_in_the_outage_file_are_no_outage(data: bytes) -> None:
     assert parse_state(data) == (0, None, None)
 
@@ -136,9 +136,9 @@ def test_failed_write_of_the_outage_file_changes_no_state(
 
 def test_truncated_outage_file_is_extended_and_keeps_its_outage(tmp_path: Path) -> None:
     OutageFile(tmp_path).mark_records_lost_from(10.0)
-    os.truncate(tmp_path / OUTAGE, 2 * PAGE)
+    os.truncate(tmp_path / OUTAGE, 2 * PAGE_BYTES)
     assert OutageFile(tmp_path).is_lasting
-    assert size(tmp_path) == PAGE * PAGES
+    assert size(tmp_path) == PAGE_BYTES * PAGES
 
 
 def test_mark_of_an_outage_fails_if_its_file_was_removed(tmp_path: Path) -> None:
