@@ -1,10 +1,10 @@
 """Ask a question through the proxy and at vLLM itself, and compare the replies' bytes."""
 
+import asyncio
 import re
 from typing import Any, Final
 
 import aiohttp
-import pytest
 
 from pawl.stack.stack import Stack
 from tests.e2e.asking import direct
@@ -12,6 +12,8 @@ from tests.e2e.conftest import POLICY
 from tests.support.recordings import TRIES, normalised
 
 Scenarios = dict[str, dict[str, dict[str, Any]]]
+# A status, and the bytes that can be compared.
+Reply = tuple[int, bytes]
 # Of plain text the first few tokens show what the others do.
 SHORT: Final = 8
 SEEDED: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": SHORT}
@@ -26,33 +28,53 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 TIME = re.compile(rb'"(created|completed_at)":\s*[\d.]+')
 
 
-def each(scenarios: Scenarios) -> pytest.MarkDecorator:
-    """Parametrize a test by path, fields of the body, and whether the reply is streamed."""
-    cases = [
-        pytest.param(path, body | {"stream": stream}, id=f"{path}-{name}-{kind}")
+def cases_of(scenarios: Scenarios) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the path and fields of each scenario's cases, whole and streamed, by their names."""
+    return {
+        f"{path}-{name}-{kind}": (path, body | {"stream": stream})
         for path, named in scenarios.items()
         for name, body in named.items()
         for stream, kind in ((False, "whole"), (True, "streamed"))
-    ]
-    return pytest.mark.parametrize(("path", "body"), cases)
+    }
+
+
+async def both_replies(
+    stack: Stack, path: str, asked: dict[str, Any], asked_directly: dict[str, Any] | None = None
+) -> tuple[Reply, Reply]:
+    """Ask the proxy for the policy, and vLLM for the version that answered."""
+    defaults = {"model": POLICY} | DEFAULTS[path]
+    status, seen, version = await answer(f"{stack.base_url}/{path}", defaults | asked)
+    wanted_status, wanted, _ = await answer(
+        f"{direct(stack)}/{path}", defaults | (asked_directly or asked) | {"model": version}
+    )
+    named = b'"model":"%b"'
+    wanted = wanted.replace(named % version.encode(), named % POLICY.encode())
+    return (status, seen), (wanted_status, wanted)
+
+
+async def first_replies(stack: Stack, scenarios: Scenarios) -> dict[str, tuple[Reply, Reply]]:
+    """Return both replies of each case, which are asked for at once: vLLM computes in batches."""
+    cases = cases_of(scenarios)
+    replies = await asyncio.gather(*(both_replies(stack, *case) for case in cases.values()))
+    return dict(zip(cases, replies, strict=True))
 
 
 async def assert_same_bytes(
-    stack: Stack, path: str, asked: dict[str, Any], asked_directly: dict[str, Any] | None = None
+    stack: Stack,
+    path: str,
+    asked: dict[str, Any],
+    asked_directly: dict[str, Any] | None = None,
+    first: tuple[Reply, Reply] | None = None,
 ) -> None:
-    """Ask the proxy for the policy, and vLLM for the version that answered."""
-    defaults = {"model": POLICY} | DEFAULTS[path]
+    """Both replies are the same, the `first` ones or those of a question that is asked again."""
+    seen, wanted = first or await both_replies(stack, path, asked, asked_directly)
     for _ in range(TRIES):
-        status, seen, version = await answer(f"{stack.base_url}/{path}", defaults | asked)
-        wanted_status, wanted, _ = await answer(
-            f"{direct(stack)}/{path}", defaults | (asked_directly or asked) | {"model": version}
-        )
-        named = b'"model":"%b"'
-        wanted = wanted.replace(named % version.encode(), named % POLICY.encode())
-        # What the server has cached of a prompt changes log-probabilities in the sixth digit.
-        if (status, seen) == (wanted_status, wanted):
+        # What the server has cached of a prompt, and computes beside it, changes log-probabilities
+        # in the sixth digit.
+        if seen == wanted:
             break
-    assert (status, seen) == (wanted_status, wanted)
+        seen, wanted = await both_replies(stack, path, asked, asked_directly)
+    assert seen == wanted
 
 
 async def answer(url: str, body: dict[str, Any]) -> tuple[int, bytes, str]:

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import pytest
+import pytest_asyncio
+
 from pawl.stack.stack import Stack
-from tests.e2e.comparing import Scenarios, assert_same_bytes, each
+from tests.e2e.comparing import Reply, Scenarios, assert_same_bytes, cases_of, first_replies
 
 HI: Any = [{"role": "user", "content": "Say héllo"}]
 SCENARIOS: Scenarios = {
@@ -66,16 +69,23 @@ JOINED: Any = [
 ]
 
 
-@each(SCENARIOS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def replies(stack: Stack) -> dict[str, tuple[Reply, Reply]]:
+    return await first_replies(stack, SCENARIOS)
+
+
+@pytest.mark.parametrize("case", cases_of(SCENARIOS))
 async def test_direct_and_proxied_replies_are_the_same_bytes(
-    stack: Stack, path: str, body: dict[str, Any]
+    stack: Stack, replies: dict[str, tuple[Reply, Reply]], case: str
 ) -> None:
-    await assert_same_bytes(stack, path, body)
+    path, body = cases_of(SCENARIOS)[case]
+    await assert_same_bytes(stack, path, body, first=replies[case])
 
 
-@each({"messages": {"a system message amid": {"messages": HURRY}}})
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_mid_conversation_system_message_joins_the_previous_turn(
-    stack: Stack, path: str, body: dict[str, Any]
+    stack: Stack, stream: bool
 ) -> None:
     """The one difference on purpose: vLLM moves the message to the front."""
-    await assert_same_bytes(stack, path, body, body | {"messages": JOINED})
+    asked, joined = ({"messages": own, "stream": stream} for own in (HURRY, JOINED))
+    await assert_same_bytes(stack, "messages", asked, joined)

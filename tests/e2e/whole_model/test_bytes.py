@@ -6,6 +6,8 @@ What any model shows is in `tests/e2e/any_model/test_bytes.py`.
 from typing import Any
 
 import aiohttp
+import pytest
+import pytest_asyncio
 
 from pawl.stack.stack import Stack
 from tests.e2e.asking import (
@@ -16,7 +18,7 @@ from tests.e2e.asking import (
     RESPONSES_TOOL,
     TOOL,
 )
-from tests.e2e.comparing import Scenarios, assert_same_bytes, each
+from tests.e2e.comparing import Reply, Scenarios, assert_same_bytes, cases_of, first_replies
 from tests.e2e.conftest import POLICY
 
 # A call of a tool and a form are whole, and a stop is come by, in so many tokens.
@@ -62,11 +64,17 @@ SCENARIOS: Scenarios = {
 }
 
 
-@each(SCENARIOS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def replies(stack: Stack) -> dict[str, tuple[Reply, Reply]]:
+    return await first_replies(stack, SCENARIOS)
+
+
+@pytest.mark.parametrize("case", cases_of(SCENARIOS))
 async def test_direct_and_proxied_replies_are_the_same_bytes(
-    stack: Stack, path: str, body: dict[str, Any]
+    stack: Stack, replies: dict[str, tuple[Reply, Reply]], case: str
 ) -> None:
-    await assert_same_bytes(stack, path, body)
+    path, body = cases_of(SCENARIOS)[case]
+    await assert_same_bytes(stack, path, body, first=replies[case])
 
 
 async def test_list_of_models_has_the_policy_name_that_clients_use(stack: Stack) -> None:
