@@ -2,7 +2,7 @@
 // The same conversation as ../scenarios/conversation.py holds.
 
 export const MODEL = "calculator";
-export const MAX_TOKENS = 24;
+export const MAX_TOKENS = 16;
 export const QUESTION = "What is the weather in Lima?";
 export const TOOL_DESCRIPTION = "The weather in a city.";
 export const EXAMPLES = [

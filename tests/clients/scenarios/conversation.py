@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 MODEL = "calculator"
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 SYSTEM = "You help users of {client}. Use the weather tool."
 EXAMPLES = (("call_0", "Paris", "rain"), ("call_1", "Oslo", "snow"))
 ASKED = "What is the weather in {city}?"
