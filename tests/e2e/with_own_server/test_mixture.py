@@ -30,9 +30,8 @@ from trainer.recipes.recipe import load_recipe
 POLICY = "mixture"
 # As `default` trains; each update serves at once, without a trial that needs hundreds of episodes.
 RECIPE = "rollout"
-# As many groups of as many episodes as the recipe waits for.
-GROUPS, MEMBERS = 16, 8
-AT_ONCE = 32
+# An update of the recipe begins with so many groups of so many episodes.
+GROUPS, MEMBERS = 4, 8
 UPDATE_S = 800.0
 
 
@@ -69,9 +68,7 @@ async def ask(stack: Stack, session: aiohttp.ClientSession, number: int) -> str:
 async def fill(stack: Stack) -> None:
     """What one update of the recipe takes."""
     async with aiohttp.ClientSession() as session:
-        for first in range(0, GROUPS * MEMBERS, AT_ONCE):
-            numbers = range(first, first + AT_ONCE)
-            await asyncio.gather(*(ask(stack, session, number) for number in numbers))
+        await asyncio.gather(*(ask(stack, session, number) for number in range(GROUPS * MEMBERS)))
 
 
 async def trained(stack: Stack) -> PolicyVersion:
