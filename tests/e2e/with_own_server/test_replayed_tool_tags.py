@@ -100,7 +100,8 @@ async def hermes(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> As
 @pytest.fixture(scope="module")
 def learner(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
     """Load the model once, for what the server's log-probabilities are compared with."""
-    return Learner(model_dir, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
+    shared = recipe(micro_batch_tokens=2048)
+    return Learner(model_dir, shared, seed=0, scratch=tmp_path_factory.mktemp("learner"))
 
 
 async def ask(stack: Stack, name: str, seed: int) -> None:
