@@ -31,7 +31,7 @@ def has_room() -> bool:
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the example, with four held-out tasks, once other tests leave room for its stack."""
+    """Copy the example, with two held-out tasks, once other tests leave room for its stack."""
     until_true(has_room, within_s=900)
     for variable in PORTS:
         monkeypatch.setenv(variable, f"127.0.0.1:{free_port()}")
@@ -41,7 +41,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = folder / "math" / "example.toml"
     keys = re.sub(r"(?m)^(held_out|at_once|most_waves).*\n", "", file.read_text())
     # Two in five groups have no spread, and so four in a row now and then.
-    file.write_text(f"{keys}held_out = 4\nheld_out_samples = 1\nmost_waves = 10\nat_once = 16\n")
+    file.write_text(f"{keys}held_out = 2\nheld_out_samples = 1\nmost_waves = 10\nat_once = 16\n")
     return folder
 
 
