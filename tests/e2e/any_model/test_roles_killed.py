@@ -34,14 +34,18 @@ from trainer.publishing.model_server import ModelServer
 OWN_CONSUMED = text(
     "SELECT count(*) FROM consumptions JOIN episodes ON episodes.id = episode_id WHERE task_named"
 )
-# Of a model that says nothing sensible, every second answer is right.
+# The model says nothing sensible: every second answer to a task is right.
 JUDGE = """
-import json
+from collections import Counter
+
+TRIED = Counter()
 
 def verdict(run):
-    response = json.loads(run["output"])["response_id"]
-    return [{"metric": "reward", "value": int(response[-1], 16) % 2}]
+    TRIED[run["task"]["id"]] += 1
+    return [{"metric": "reward", "value": TRIED[run["task"]["id"]] % 2}]
 """
+TASKS, TRIES = 2, 4
+RUNS = 2 * TASKS * TRIES
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ class Worker:
         self.engine = make_engine(stack.database_url)
 
     async def ask(self, wave: int) -> None:
-        self.agent.ask(self.questions[wave * 4 : wave * 4 + 4])
+        self.agent.ask(self.questions[wave * TASKS : (wave + 1) * TASKS])
 
     async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
         async def look() -> bool | Exception:
@@ -111,24 +115,24 @@ class Worker:
 async def test_serving_and_training_survive_kill_9_of_proxy_trainer_and_postgres(
     stack: Stack, scenario: Scenario, tmp_path: Path
 ) -> None:
-    questions = await make_tasks(scenario, 16, 3, "train", tmp_path)
+    questions = await make_tasks(scenario, 2 * TASKS, 3, "train", tmp_path)
     agent = WorkingAgent(scenario, stack.url, tmp_path)
     worker = Worker(stack, agent, questions)
-    await agent.start(samples=4, concurrency=8)
+    await agent.start(samples=TRIES, concurrency=8)
     try:
         await worker.ask(0)
         await worker.until(worker.answered(3))
         await kill(stack.processes["proxy"].pid)
-        await worker.until(worker.answered(16))
+        await worker.until(worker.answered(RUNS // 2))
         await worker.until(worker.training)
         await kill(stack.processes["trainer"].pid)
         await worker.until(worker.updated(1))
 
         await worker.ask(1)
-        await worker.until(worker.answered(20))
+        await worker.until(worker.answered(RUNS // 2 + 2))
         assert stack.postgres is not None
         await kill(stack.postgres.pid)
-        await worker.until(worker.answered(32))
+        await worker.until(worker.answered(RUNS))
         await worker.until(worker.all_consumed)
         await check_the_ledger(worker)
         await check_the_tokens(worker)
@@ -150,13 +154,13 @@ async def check_the_ledger(worker: Worker) -> None:
         stored = text(
             "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:r)"
         )
-        assert await connection.scalar(stored, {"r": replies}) == len(replies) == 32
+        assert await connection.scalar(stored, {"r": replies}) == len(replies) == RUNS
         counted, consumed = await totals(connection), await connection.scalar(OWN_CONSUMED)
         versions = await list_versions(connection, POLICY)
         updates = await claims.list_updates(connection, POLICY)
     assert counted.twice_consumed_episodes == 0
     assert counted.trained_unscored_episodes == 0
-    assert consumed == 32
+    assert consumed == RUNS
     assert "abandoned" in {update.state for update in updates}
     assert [v.version for v in versions if v.state == "serving"] != [0]
 
