@@ -1,6 +1,6 @@
 """Files are kept by state: a bounded disk, and training that stays bit-equal.
 
-Two thousand versions are simulated on real tables, with tiny files and a learner whose bytes depend
+Ten thousand versions are simulated on real tables, with tiny files and a learner whose bytes depend
 on its parent's weights and optimiser state.
 """
 
@@ -28,7 +28,7 @@ from trainer.publishing.adapters import NewVersion
 from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import Replicas
 
-VERSIONS = 2_000
+VERSIONS = 10_000
 AT_ONCE = 100
 DAY_S = 86_400.0
 MANY = """
@@ -189,7 +189,7 @@ async def many(disk: Disk, first: int, states: Sequence[str]) -> None:
 
 
 @pytest.mark.timeout(600)
-async def test_disk_keeps_at_most_twenty_of_two_thousand_versions(disk: Disk) -> None:
+async def test_disk_keeps_at_most_twenty_of_ten_thousand_versions(disk: Disk) -> None:
     chance = random.Random(0)
     serving = 0
     for first in range(1, VERSIONS, AT_ONCE):
