@@ -278,7 +278,9 @@ def _measure_layers(base: Any) -> tuple[list[int], int]:
             f"the memory of {type(base).__name__} cannot be planned: a layer does not run on"
             f" torch's meta device: {error}"
         ) from error
-    return [by_kind[kind][0] for kind in kinds], max(peak for _, peak in by_kind.values())
+    # A listed layer that the pass does not call keeps nothing.
+    kept = [by_kind[kind][0] for kind in kinds if kind in by_kind]
+    return kept, max(peak for _, peak in by_kind.values())
 
 
 class _EachKindCalled(Exception):

@@ -43,7 +43,7 @@ LEARNERS = {
 POLICIES = "two policies"
 LOADING = "loading"
 # What a process fails with, and how many there are.
-FAILING = [("memory", 2), ("fault", 2), ("memory", 3)]
+FAILING = [("memory", 2), ("fault", 2), ("memory", 3), ("fault", 3)]
 
 
 @pytest.fixture(scope="module")
