@@ -281,7 +281,7 @@ class RedactedCall(NamedTuple):
 
 
 def redact_call(record: CallRecord, rules: Rules) -> RedactedCall:
-    """Return a call's record with the rules applied, or `record` itself if no rule matches.
+    """Return a call with the rules applied; its record is `record` itself if none matches.
 
     Raises:
         Exception: the call cannot be redacted, and must not be stored as it is.
@@ -387,7 +387,10 @@ class Redactor:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pawl-redaction")
 
     async def redact_captured(self, captured: CapturedCall) -> Frame:
-        """Return the frame to spool for a call, redacted in a thread; no content if that fails."""
+        """Return the frame to spool for a call: `captured` itself if no rule matches.
+
+        The rules are applied in a thread. If that fails, the frame has no content.
+        """
         run = asyncio.get_running_loop().run_in_executor
         try:
             redacted = await run(self._executor, self._redact, captured)

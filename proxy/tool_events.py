@@ -346,7 +346,7 @@ def _tool_name(tool: Any) -> str | None:
 def _surest_verdict(
     turns: Turns, result: ToolResult, readers: ResultReaders
 ) -> tuple[ToolStatus, ToolSource, str | None] | None:
-    """Return the surest verdict on a result: stated in it, read by a rule, or assumed `ok`."""
+    """Return the surest verdict (stated in the result, read by a rule, assumed `ok`), or None."""
     if result.is_error is not None:
         return ("error" if result.is_error else "ok"), "is_error", None
     read = readers.read(result.name, result.text)

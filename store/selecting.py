@@ -208,7 +208,7 @@ _HOLD_OUT: Final = text(
 async def untrained_tasks(
     connection: AsyncConnection, ids: Sequence[UUID]
 ) -> dict[str, list[UUID]]:
-    """Map each task of these episodes to all its episodes, if no update has claimed any of them.
+    """Map tasks of these episodes to all their episodes; a task with a claimed one is left out.
 
     Episodes that are evaluation already are left out.
     """

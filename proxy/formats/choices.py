@@ -62,7 +62,7 @@ class ChoicesFormat(WireFormat):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """Return the request with `served_name` as its model, and `token_data_fields` added."""
+        """Return the request for model `served_name`; with `want_ids`, add `token_data_fields`."""
         fields = request.fields
         is_unblocked = self.unblocking_field is not None and fields.get(self.unblocking_field)
         if not is_unblocked and any(map(fields.get, self.blocking_fields)):

@@ -60,7 +60,7 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
     """Seconds that a client may take for a head, and for each `STEP_BYTES` bytes of a body.
 
     `body_s` is for the request's body, `write_s` for the reply: it counts only while unsent bytes
-    wait for the client.
+    wait for the client. `idle_s` is for a connection without a request.
     """
 
     head_s: float = 60.0

@@ -74,7 +74,7 @@ class Ambiguous(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A call that ended without a reply."""
+    """A call that failed, or got no whole reply."""
 
     episode: str
     call_id: UUID
@@ -111,7 +111,7 @@ class CallMemory:
                 self._provided.put(digest, _SEVERAL)
 
     def find_episode(self, needs: Iterable[bytes]) -> JoinedEpisode | Ambiguous | None:
-        """Return the episode that provided `needs`, `Ambiguous` if several did, or None.
+        """Return the episode that provided `needs`, `Ambiguous` if several did, None if none did.
 
         The surest kind with a known fingerprint decides; its fingerprints must agree. Only the
         longest prefix is looked up: if only a shorter prefix is known here, another proxy knows
@@ -160,7 +160,7 @@ class CallMemory:
     def remember_failed(
         self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN
     ) -> None:
-        """Remember an attempt that ended without a reply: its client may send this body again.
+        """Remember an attempt that failed or got no whole reply: its client may send it again.
 
         Only a repeat by the tenant of `episode` counts. Of more than `MOST_ATTEMPTS` with the same
         body, the oldest is forgotten: a call that repeats it then gets an episode of its own.

@@ -47,7 +47,7 @@ class StoredTexts(Record, frozen=True, kw_only=True):
 
 
 class BaseCache:
-    """Cache of the tips of each episode; episodes updated longest ago are evicted first."""
+    """Cache of the tips (newest calls) of threads; the episode updated longest ago goes first."""
 
     def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
         """Open an empty cache of at most `capacity` bytes."""
