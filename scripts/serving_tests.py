@@ -1,7 +1,8 @@
 """Run the serving role's tests on the Python that runs this, without torch (`make serving`).
 
-The tests of `make slow`, of PostgreSQL's answers and with generated requests are left out, and
-properties are tried with few examples: they hardly depend on Python's version.
+These are the unit tests, which import and call everything, and those of faults, whose processes
+wait, are killed and start again. The others try the same code with other requests, which hardly
+depends on Python's version; nor do more examples of a property.
 
 The tests run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
 `requirements/serving-tests.txt` locks. A second run with nothing changed installs nothing. The
@@ -19,12 +20,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, ".pawl-installed")
 LOCK = os.path.join(ROOT, "requirements", "serving-tests.txt")
 INPUTS = (LOCK, os.path.join(ROOT, "pyproject.toml"), os.path.abspath(__file__))
-TESTS = (
-    "tests/unit/store",
-    "tests/unit/proxy",
-    "tests/integration/proxy",
-    "tests/integration/faults",
-)
+TESTS = ("tests/unit/store", "tests/unit/proxy", "tests/integration/faults")
 
 
 def install(wanted: str) -> None:
