@@ -6,11 +6,12 @@ from uuid import UUID
 
 OUT_OF_MEMORY: Final = "out_of_memory"
 TOO_LONG: Final = "too_long"
-# How to give an update more memory.
-MEMORY_REMEDY: Final = (
-    "lower batch.micro_batch_tokens, leave batch.gradient_checkpointing at auto, or give the model"
-    " server less (--gpu-memory-utilization)"
+# How to give a single call more memory, and how to give an update more.
+LONG_CALL_REMEDY: Final = (
+    "leave batch.gradient_checkpointing at auto, or give the model server less memory (on a GPU"
+    " --gpu-memory-utilization)"
 )
+MEMORY_REMEDY: Final = f"lower batch.micro_batch_tokens, {LONG_CALL_REMEDY}"
 
 
 class TrainerError(Exception):
@@ -166,4 +167,4 @@ class Unreplayable(LearnerError):
 
 
 class Interrupted(TrainerError):
-    """Report that an update was stopped from outside before it was complete."""
+    """Report that `interrupt` stopped the learner for good; a later trainer repeats the update."""

@@ -82,10 +82,12 @@ async def train_episodes(
     # Must come before a second thread starts: only malloc's first arena may be used.
     keep_freed_memory()
     if version_folders(out, policy):
-        raise AdapterError(f"{out} already has versions of {policy!r}: name another folder")
+        raise AdapterError(
+            f"{out} already has versions of {policy!r}: name another folder with --out"
+        )
     manifest = None if start is None else read_manifest(start)
     if start is not None and manifest is None:
-        raise AdapterError(f"{start} is not a version's folder: name one in PAWL_ADAPTER_DIR")
+        raise AdapterError(f"{start} is not a version's folder, POLICY/N: name one with --start")
     updates, left = groups_by_update(episodes, recipe, policy)
     parent = 0 if manifest is None else manifest.version
     start_version = None if start is None else (parent, start.resolve())
@@ -93,7 +95,7 @@ async def train_episodes(
     why_another_base = None if start is None else learner.why_another_base(start)
     if why_another_base is not None:
         raise AdapterError(
-            f"{start}: {why_another_base} than {model}: set PAWL_MODEL to its base model"
+            f"{start}: {why_another_base} than {model}: name the version's base with --model"
         )
     probe = learner.vocabulary_probe
     teacher = Teacher(recipe.teacher, probe, teacher_key) if recipe.teacher else None

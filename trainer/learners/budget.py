@@ -15,7 +15,14 @@ import structlog
 import torch
 
 from trainer.batches import Layout, Row, RowKey, chains_of, computed_tokens, plan_micro_batches
-from trainer.errors import MEMORY_REMEDY, TOO_LONG, CompanionFailed, ShortOfMemory, Unusable
+from trainer.errors import (
+    LONG_CALL_REMEDY,
+    MEMORY_REMEDY,
+    TOO_LONG,
+    CompanionFailed,
+    ShortOfMemory,
+    Unusable,
+)
 from trainer.learners.processes import NO_MEMORY, Processes
 
 log = structlog.get_logger()
@@ -96,9 +103,12 @@ def too_long_error(rows: Sequence[Row]) -> Unusable:
     """Return the error for rows that do not fit into memory, even one by one."""
     shortest = min(row.size for row in rows)
     return Unusable(
-        f"a call of {shortest} tokens does not fit into memory by itself: its episode is not"
-        f" trained; to train such calls, {MEMORY_REMEDY}",
-        {row.episode_id: f"a call of {row.size} tokens is too long for the memory" for row in rows},
+        f"a call of {shortest} tokens does not fit into the trainer's memory by itself: its episode"
+        f" is not trained; to train such calls, {LONG_CALL_REMEDY}",
+        {
+            row.episode_id: f"a call of {row.size} tokens does not fit into the memory by itself"
+            for row in rows
+        },
         reason=TOO_LONG,
     )
 
@@ -284,8 +294,8 @@ class TokenBudget:
     def _halve_tokens(self, reason: str) -> None:
         if self.tokens < 2 * SMALLEST_BUDGET:
             raise ShortOfMemory(
-                f"the memory has no room for {self.tokens} tokens at once: {MEMORY_REMEDY}:"
-                f" {reason}"
+                f"the trainer's memory has no room for {self.tokens} tokens at once:"
+                f" {MEMORY_REMEDY}: {reason}"
             )
         self.tokens //= 2
         self._log_and_wait_longer("micro_batches_made_smaller", reason)

@@ -26,7 +26,7 @@ from trainer.batches import (
     split_into_optimiser_steps,
     with_logprobs,
 )
-from trainer.errors import MEMORY_REMEDY, ShortOfMemory, Unusable
+from trainer.errors import LONG_CALL_REMEDY, ShortOfMemory, Unusable
 from trainer.learners.adapter import (
     OPTIMIZER,
     keep_layers_of_kind,
@@ -213,7 +213,7 @@ class Learner:
         context = self._memory_plan.context
         if context is not None and longest < context:
             log.warning(
-                "calls_too_long", past_tokens=longest, context=context, remedy=MEMORY_REMEDY
+                "calls_too_long", past_tokens=longest, context=context, remedy=LONG_CALL_REMEDY
             )
 
     def _correct_plan(self, plan: Footprint) -> None:
@@ -316,7 +316,7 @@ class Learner:
         had_room = any(row.size <= self._budget.longest for row in refused)
         if had_room or len(refused) == len(rows):
             raise ShortOfMemory(
-                f"the memory only has room for calls of {longest} tokens: {MEMORY_REMEDY}"
+                f"the CPU's memory only has room for calls of {longest} tokens: {LONG_CALL_REMEDY}"
             )
         raise too_long_error(refused)
 

@@ -271,7 +271,8 @@ class Training:
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         if not all(map(isfinite, chain.from_iterable(of_rows))):
             raise LearnerError(
-                "the trained weights give log-probabilities that are not finite: training failed"
+                "the version's weights give log-probabilities that are not finite:"
+                " its training failed"
             )
         return tuple(
             ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))

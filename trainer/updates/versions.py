@@ -34,7 +34,7 @@ async def begin_policy(
         others = sorted(await version_queries.tenants_of_policy(connection, policy) - {tenant})
         if others:
             raise TrainerError(
-                f"{file or 'without a file of policies'}: policy {policy!r}: tenant: it is"
+                f"{file or 'PAWL_POLICIES is not set'}: policy {policy!r}: tenant: it is"
                 f" {tenant!r}, but the policy's records and versions are of tenant {others[0]!r},"
                 " and stay so: write that tenant, or give the policy another name"
             )

@@ -74,7 +74,7 @@ def test_export_is_trained_update_by_update(exported: Path, tiny_model: str) -> 
     assert [json.loads(line)["version"] for line in on.stdout.splitlines()] == [3, 4]
     again = run(exported, tiny_model)
     assert again.exit_code == 2
-    assert "already has versions of 'm': name another folder" in again.stderr
+    assert "already has versions of 'm': name another folder with --out" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ async def test_a_policy_that_began_with_a_tenant_is_refused_to_all_others(
     says = f"'p': tenant: it is '{tenant}', but the policy's records .* tenant 'a'.*another name"
     with pytest.raises(TrainerError, match=says) as refused:
         await begin_policy(engine, "p", "m", file, tenant)
-    assert str(refused.value).startswith(str(file or "without a file of policies"))
+    assert str(refused.value).startswith(str(file or "PAWL_POLICIES is not set"))
     await begin_policy(engine, "p", "m", file, "a")
     async with engine.connect() as connection:
         assert [one.tenant for one in await list_versions(connection, "p")] == ["a"]

@@ -296,7 +296,7 @@ def test_row_ten_times_too_long_is_blamed_on_its_own_episode_alone(
 
     monkeypatch.setattr(made._trainer, "loss_of", with_little_room)
     first, *others = rows()
-    with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
+    with pytest.raises(Unusable, match="such calls, leave batch") as raised:
         made.update([ten_times(first), *others])
     assert raised.value.reason == TOO_LONG
     assert set(raised.value.episodes) == {first.episode_id}

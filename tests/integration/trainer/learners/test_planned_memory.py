@@ -484,7 +484,9 @@ def test_calls_too_long_for_a_cpu_are_blamed_on_their_own_episodes_alone(
         made.update(batch)
     # What is too little for all of them is nobody's fault.
     has_room(monkeypatch, takes, takes.checkpointed, 3)
-    with pytest.raises(ShortOfMemory, match="room for calls of 3 tokens"):
+    with pytest.raises(
+        ShortOfMemory, match="CPU's memory only has room for calls of 3 tokens: leave"
+    ):
         made.update(batch)
 
 
