@@ -23,7 +23,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks import wire
-from proxy.ingester.transcribe import question_of, record_of
+from proxy.ingester.transcribe import question_digest, record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.database import make_engine
 from store.embedded import EmbeddedPostgres
@@ -88,7 +88,7 @@ async def stored_bytes(
         await connection.execute(
             text("TRUNCATE transitions, episodes, provided_fingerprints CASCADE")
         )
-    ingester = Ingester(question_of=question_of)
+    ingester = Ingester(question_digest=question_digest)
     for calls in episodes:
         await ingester.store(engine, calls)
     async with engine.connect() as connection:
@@ -191,7 +191,8 @@ def prose(length: int, dice: random.Random) -> str:
     """Return a text of `length` characters, about as compressible as a prompt."""
     words: list[str] = []
     size = 0
-    while size < length:
+    # The last word's blank is not in the text.
+    while size <= length:
         words.append(dice.choice(WORDS) + str(dice.randrange(100)))
         size += len(words[-1]) + 1
     return " ".join(words)[:length]

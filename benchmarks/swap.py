@@ -141,9 +141,9 @@ class Schedule(NamedTuple):
         return self.began + self.turns * self.turn_s
 
     def loads_due(self, at: float) -> int:
-        """Return how many loads should have begun by `at`; 0 outside of turns with loads.
+        """Return how many loads of all turns should have begun by `at`; 0 in a turn without loads.
 
-        Loads are spread evenly over these turns. Late loads of one turn are due in the next.
+        Loads are spread evenly over the turns with loads. Late ones are due in the next such turn.
         """
         turn, into_s = divmod(at - self.began, self.turn_s)
         if not 0 <= turn < self.turns or turn % 2 == 0:
@@ -152,10 +152,10 @@ class Schedule(NamedTuple):
         return min(self.loads, int(loading_s * self.loads / (self.turns // 2 * self.turn_s)) + 1)
 
     def has_loads(self, at: float, seen: Sequence[SeenAdapters]) -> bool | None:
-        """Return whether `at` is in a turn with loads; None: it counts for neither kind.
+        """Return whether `at` is in a turn with loads; None: do not count what happens then.
 
-        A turn without loads counts only once at most one adapter is loaded, as those of the turn
-        before must be unloaded first.
+        That is outside of all turns, and in a turn without loads until at most one adapter is
+        loaded: those of the turn before must be unloaded first.
         """
         turn = int((at - self.began) // self.turn_s)
         if not 0 <= turn < self.turns or turn % 2:
@@ -339,8 +339,8 @@ class Clients:
 
     Attributes:
         calls: the ended calls.
-        gaps: for each chunk of any reply but a first one, its time, and the seconds since the chunk
-            before.
+        gaps: for each arrival of a reply's chunks but the first, its time, and the seconds since
+            the one before; chunks that arrive together count as one.
     """
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:

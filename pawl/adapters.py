@@ -28,7 +28,7 @@ from trainer.publishing.sources import FetchedFiles
 log = structlog.get_logger()
 
 # Requests of trainer and controller that are forwarded unchanged.
-PASSED_ON: Final = (
+FORWARDED_UNCHANGED: Final = (
     ("GET", "/health"),
     ("GET", "/metrics"),
     ("POST", "/v1/completions"),
@@ -80,8 +80,8 @@ class AdapterServer:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MOST_BODY)
-        for method, path in PASSED_ON:
-            app.router.add_route(method, path, self._pass_on)
+        for method, path in FORWARDED_UNCHANGED:
+            app.router.add_route(method, path, self._forward_unchanged)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/load_lora_adapter", self._load)
@@ -91,7 +91,7 @@ class AdapterServer:
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _pass_on(self, request: web.Request) -> web.Response:
+    async def _forward_unchanged(self, request: web.Request) -> web.Response:
         return await self._forward(request.method, request.path, await request.read())
 
     async def _load(self, request: web.Request) -> web.Response:

@@ -497,13 +497,13 @@ def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
 
 
 def _key_in_header(pair: tuple[bytes, bytes]) -> bytes:
-    """Return the value of a header if it looks like a key of Pawl, else empty bytes."""
+    """Return the key of Pawl in a header, without `Bearer`; empty bytes if there is none."""
     value = _without_bearer(pair[1])
     return value if value.startswith(KEY_PREFIX) else b""
 
 
 def _without_bearer(value: bytes) -> bytes:
-    """Return a credential without the word `Bearer` (RFC 6750 §2.1), which has no fixed case."""
+    """Return a header's value without outer blanks and `Bearer`, upper or lower case (RFC 6750)."""
     return value[7:].strip() if value[:7].lower() == b"bearer " else value.strip()
 
 

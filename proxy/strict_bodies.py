@@ -189,7 +189,11 @@ def _text(value: bytes) -> str:
 
 
 def _json_or_text(text: str) -> Any:
-    """Return the JSON object or list that a text holds, or the text."""
+    """Return the JSON object or list that a text holds, or the text.
+
+    Raises:
+        ValueError: the JSON nests too deep, repeats a name, or has too long a number.
+    """
     if not text.lstrip().startswith(_STRUCTURES):
         return text
     if nests_too_deep(text.encode()):
@@ -206,7 +210,13 @@ def _json_or_text(text: str) -> Any:
 
 
 def _put_member(fields: dict[str, Any], name: str, value: Any) -> None:
-    """Add a part's value to `fields` under its name, which may be a path such as `a[b]`."""
+    """Add a part's value to `fields` under its name, which may be a path such as `a[b]`.
+
+    Texts of one name become a list.
+
+    Raises:
+        ValueError: another value has the name, or a part of the path.
+    """
     *path, last = [step for step in _STEPS.split(name) if step] or [name]
     for step in path:
         fields = fields.setdefault(step, {})

@@ -175,22 +175,22 @@ def json_error(text: str, parsed: Any) -> ToolVerdict | None:
 
 def exit_code(text: str, parsed: Any) -> ToolVerdict | None:
     """Judge by the exit code in a JSON object, or in a text's first or last line: 0 is success."""
-    code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
+    code = _exit_code_in_json(parsed) if isinstance(parsed, dict) else _exit_code_in_text(text)
     if isinstance(parsed, dict) and _says_timed_out(parsed):
         return ToolVerdict(status="timeout", detail=None if code is None else f"exit code {code}")
-    return _verdict_of_code(code)
+    return _verdict_of_exit_code(code)
 
 
 def codex(text: str, parsed: Any) -> ToolVerdict | None:
     """Judge by the exit code in the header that Codex writes before a command's output."""
-    return _verdict_of_code(_framed_code(_CODEX.match(text)))
+    return _verdict_of_exit_code(_exit_code_in_frame(_CODEX.match(text)))
 
 
 def qwen_code(text: str, parsed: Any) -> ToolVerdict | None:
     """Judge by the exit code in the lines that Qwen Code writes around a command's output."""
     if _QWEN_CODE_TIMEOUT.match(text):
         return ToolVerdict(status="timeout")
-    return _verdict_of_code(_framed_code(_QWEN_CODE.match(text)))
+    return _verdict_of_exit_code(_exit_code_in_frame(_QWEN_CODE.match(text)))
 
 
 def cline(text: str, parsed: Any) -> ToolVerdict | None:
@@ -236,7 +236,7 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _json_code(parsed: dict[str, Any]) -> int | None:
+def _exit_code_in_json(parsed: dict[str, Any]) -> int | None:
     inner = parsed.get(_WRAPPED)
     for known in (parsed, inner if isinstance(inner, dict) else {}):
         for key in _CODES:
@@ -246,23 +246,23 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
     return None
 
 
-def _text_code(text: str) -> int | None:
+def _exit_code_in_text(text: str) -> int | None:
     """Return the exit code in the first or last line, that of a failure if both have a code.
 
     A command may print such a line itself, so in a coding agent's frame only its code counts.
     """
     if framed := _CODEX.match(text) or _QWEN_CODE.match(text):
-        return _framed_code(framed)
+        return _exit_code_in_frame(framed)
     matches = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
     codes = [int(match.group(1) or match.group(2)) for match in matches]
     return max(codes, key=abs, default=None)
 
 
-def _framed_code(frame: re.Match[str] | None) -> int | None:
+def _exit_code_in_frame(frame: re.Match[str] | None) -> int | None:
     return None if frame is None or frame[1] is None else int(frame[1])
 
 
-def _verdict_of_code(code: int | None) -> ToolVerdict | None:
+def _verdict_of_exit_code(code: int | None) -> ToolVerdict | None:
     if code is None:
         return None
     return ToolVerdict(status="ok" if code == 0 else "error", detail=f"exit code {code}")

@@ -222,7 +222,7 @@ def _clipped(message: str) -> str:
 
 
 def _default_of(field: FieldInfo) -> str:
-    """Return the part of a message that says which default a key has if it is left out."""
+    """Return the end of a message that offers to leave a key out; empty if it is required."""
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return ""
@@ -232,7 +232,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def _suggest_key(model: type[BaseModel], path: Sequence[str]) -> str:
-    """Return a suggestion for the unknown key at `path` within `model`."""
+    """Return the end of a message about the unknown key at `path`: a near key, or all keys."""
     holder = _model_at(model, path[:-1])
     known = [] if holder is None else list(holder.model_fields)
     near = get_close_matches(path[-1], known, n=1)

@@ -23,7 +23,7 @@ from store import claim_query, claims
 from store.claim_query import exclude_after_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
-from store.read.evaluations import Evaluation, evaluations
+from store.read.evaluations import Evaluation, rewards_by_version
 from store.versions import PolicyVersion
 from trainer.errors import (
     MEMORY_REMEDY,
@@ -252,7 +252,7 @@ class Loop:
             return
         self._looked_at = perf_counter()
         async with self._engine.connect() as connection:
-            curve = await evaluations(connection, self._policy)
+            curve = await rewards_by_version(connection, self._policy)
         scored = [point for point in curve if point.scored]
         if scored and scored[-1] != self._evaluated:
             self._evaluated = scored[-1]

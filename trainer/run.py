@@ -98,7 +98,7 @@ async def _run_trainer(
         port = await serve_app(app, settings.trainer_listen, "PAWL_TRAINER_LISTEN", hosts)
         stack.push_async_callback(port.cleanup)
         leader = Leader(await _load_learners(settings, policies, recipes, model))
-        stack.callback(leader.stop)
+        stack.callback(leader.stop_followers)
         is_up.set()
         breakers = {policy: CircuitBreaker() for policy in policies}
         workers = [

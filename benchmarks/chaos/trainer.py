@@ -559,7 +559,7 @@ class ServerAndController:
         self._controller = self._forks.start("controller", log, settings)
 
     def next_victims(self, share: float, dice: random.Random) -> Sequence[str]:
-        """Return the processes to kill now, if due; `share` of the trainers' kills are done."""
+        """Return the processes to kill now; none if `share` (0 to 1) of the kills is done."""
         left = self._kills_at_work - self._killed.total()
         return (
             dice.choice(TOGETHER)[:left]
@@ -570,7 +570,7 @@ class ServerAndController:
     def kill(self, victims: Sequence[str], dice: random.Random) -> None:
         """Kill all of `victims`, and start them again after a moment, in random order.
 
-        In half of the cases wait until a restarted model server has its adapters again.
+        In half of the cases wait for the adapters of a restarted model server.
         """
         with self._one_at_a_time:
             began = time.monotonic()
@@ -603,7 +603,8 @@ class ServerAndController:
     def _wait_until_loaded(self, taken: list[float]) -> None:
         """Wait until the server has all servable adapters, and add the seconds to `taken`.
 
-        The store's list is read repeatedly: a new controller unloads versions that had ended.
+        After `LOADED_WITHIN_S` seconds give up, and note the missing ones in `_not_loaded`. The
+        store's list is read repeatedly: a new controller unloads versions that had ended.
         """
         began = next_query = time.monotonic()
         while True:

@@ -207,7 +207,7 @@ def count_events(log: Path, name: str) -> int:
 
 
 def wait_until_idle(log: Path) -> None:
-    """Wait until a trainer has made its last update, and the server has the version."""
+    """Wait until no update is under way, and some seconds for the server to load its version."""
     time.sleep(SETTLES_S)
     while is_in_an_update(log):
         time.sleep(1)

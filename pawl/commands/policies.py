@@ -28,7 +28,7 @@ from pawl.operator_moves import approval_event, policy_versions
 from pawl.settings import read_settings
 from store.claim_query import waiting_episodes, waiting_updates
 from store.policy_table import PolicyTable, open_policies
-from store.read.evaluations import evaluations
+from store.read.evaluations import rewards_by_version
 from store.read.health import episode_counts
 from store.read.lineage import rewards_of
 from store.records import Arm, Record
@@ -298,7 +298,7 @@ async def read_version_lines(
     spec = None if policies is None else policies.policy_named(name)
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)
-        curve = {point.version: point for point in await evaluations(connection, name)}
+        curve = {point.version: point for point in await rewards_by_version(connection, name)}
         live, _ = await rewards_of(connection, name, [one.version for one in versions], None)
         waits = {one.version: await approval_event(connection, one) for one in versions}
         # Without a file, each policy is trained.

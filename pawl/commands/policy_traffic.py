@@ -49,7 +49,8 @@ def promote(
     PAWL_REPLICA_URLS) answer.
     The next version is judged as before; `pawl policies freeze` keeps the traffic where it is.
 
-    Status 1: the answer was no. Status 2: there is no such version, or it cannot serve.
+    Status 1: the answer was no. Status 2: there is no such version, or it cannot serve, or serves
+    already.
     """
 
     async def run(engine: AsyncEngine) -> PolicyVersion:
@@ -73,12 +74,13 @@ def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = Non
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
     its control serves again, which is always loaded, and all that served since the control is
-    rolled back with it; without a control, the version that served before, or the base model,
-    serves again.
+    rolled back with it; without a control, the version that served before and is loaded, or the
+    base model, serves again.
     Episodes under way keep their version, and are not trained on. Versions that were trained from
     it never serve. This cannot be undone; the adapter can be exported and imported again.
 
-    Status 2: there is no such version, or it is neither loaded, a canary nor serving.
+    Status 2: there is no such version, it is neither loaded, a canary nor serving, or it is the
+    base model.
     """
     chosen, serves = in_transaction(
         lambda connection: roll_back_by_hand(connection, name, reason, tenant)

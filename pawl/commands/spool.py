@@ -17,7 +17,7 @@ from pawl.serving.supervisor import check_spans
 from pawl.settings import read_settings
 from proxy.ingester.removing import LETTER_SUFFIX, LETTERS_FOLDER, REASON_SUFFIX, names_in
 from proxy.ingester.segment_reader import Segment
-from proxy.ingester.transcribe import NO_READERS, question_of, record_of
+from proxy.ingester.transcribe import NO_READERS, question_digest, record_of
 from proxy.redaction import Redactor, open_redactor
 from proxy.settings import ProxySettings
 from proxy.spool.folders import OPEN_SUFFIX, SEALED_SUFFIX
@@ -191,7 +191,7 @@ async def replay_letters(
     database does not answer (`prevents_all_storing`), its error is raised, and the rest are kept.
     `send_spans` is called with each stored record.
     """
-    ingester = Ingester(question_of=question_of)
+    ingester = Ingester(question_digest=question_digest)
     stored, refused = 0, []
     for letter in view_spool(folder, tenant).dead_letters:
         path = Path(letter.path)

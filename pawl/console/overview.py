@@ -11,9 +11,9 @@ from starlette.routing import Route
 
 from pawl.console.pages import console_of, page, part, reading, viewer_of
 from pawl.doctor.diagnosis import diagnose
-from store.read.browsing import MOST_COUNTED, Rows, count_outcomes, promotions
+from store.read.browsing import MOST_COUNTED, Rows, count_outcomes, newest_promotions
 from store.read.evaluations import Rewards, rewards_from_row
-from store.read.health import newest_calls
+from store.read.health import count_newest_calls
 from store.read.lineage import rewards_since_base
 from store.records import EVAL, SIDE, TRAIN
 
@@ -53,9 +53,9 @@ async def figures(request: Request) -> Response:
     tenant = viewer_of(request).tenant
     begun = datetime.now(UTC) - timedelta(days=int(_chosen_days(request)))
     async with reading(request) as connection:
-        kinds = await newest_calls(connection, datetime.now(UTC), tenant)
+        kinds = await count_newest_calls(connection, datetime.now(UTC), tenant)
         rows, since = await count_outcomes(connection, tenant, begun)
-        promoted = await promotions(connection, tenant, begun)
+        promoted = await newest_promotions(connection, tenant, begun)
         lifts = await rewards_since_base(connection, tenant)
     reasons: Counter[str | None] = Counter()
     for kind in kinds:
@@ -88,7 +88,7 @@ def compare_rewards(new: Rewards, old: Rewards) -> dict[str, Any]:
 
 
 def _policy_card(policy: str, rows: Rows, promoted: Rows) -> dict[str, Any]:
-    """Return a policy's card, from its rows of `count_outcomes` and of `promotions`."""
+    """Return a policy's card, from its rows of `count_outcomes` and of `newest_promotions`."""
     times: dict[Any, dict[str, Rewards]] = {}
     for row in rows:
         if row.scored:

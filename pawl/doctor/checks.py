@@ -206,7 +206,7 @@ def all_away(facts: Facts) -> Iterator[Finding]:
 
 
 def full_storage(facts: Facts) -> Iterator[Finding]:
-    """Find disks that are nearly full, and records that are lost, refused or waiting on disk."""
+    """Find disks nearly full, and records lost, refused, stuck, or many that wait on disk."""
     for disk in facts.disks:
         if disk.free_gib < DISK_GIB:
             yield Finding(
@@ -337,7 +337,7 @@ def no_calls(facts: Facts) -> Iterator[Finding]:
 
 
 def unmatched_feedback(facts: Facts) -> Iterator[Finding]:
-    """Find feedback about calls or episodes that were never recorded, so that it scores nothing."""
+    """Find that some feedback is about calls or episodes that were never recorded."""
     feedback = facts.unmatched
     if feedback.statements:
         target = list_names([bare(feedback.target or "")])
@@ -351,7 +351,7 @@ def unmatched_feedback(facts: Facts) -> Iterator[Finding]:
 
 
 def unanswered_calls(facts: Facts) -> Iterator[Finding]:
-    """Find calls for models that no policy answers."""
+    """Find that many calls ask for models that no policy answers."""
     kinds = [one for one in facts.calls if one.policy is None]
     calls, every = sum(one.calls for one in kinds), sum(one.calls for one in facts.calls)
     if not calls or calls <= MOST_UNTRAINED * every:

@@ -35,16 +35,16 @@ from store.errors import BadPolicies, StoreError
 from store.limited_bodies import LimitedResponse
 from store.link.claimable import count_missing_rewards
 from store.policy_table import PolicyTable, open_policies
-from store.read.agreement import agreements
+from store.read.agreement import agreement_by_judge
 from store.read.gates import read_gated_policy
 from store.read.health import (
     BegunPolicy,
     CallCount,
     begun_policies,
+    count_newest_calls,
+    count_unmatched_feedback,
     episode_counts,
-    newest_calls,
     recently_changed_versions,
-    unmatched_feedback,
 )
 from store.version_queries import list_servable
 from trainer.errors import RecipeError
@@ -250,7 +250,7 @@ async def _read_facts(
     trained = [] if table is None else [spec for spec in table.specs if spec.trained]
     known = None if table is None else [spec.name for spec in trained]
     async with engine.connect() as connection:
-        calls = await newest_calls(connection, now, tenant)
+        calls = await count_newest_calls(connection, now, tenant)
         begun = await begun_policies(connection, tenant)
         names = {about.name for about in begun}
         unbegun = [
@@ -262,7 +262,7 @@ async def _read_facts(
             facts,
             now=now,
             calls=tuple(calls),
-            unmatched=await unmatched_feedback(connection, tenant),
+            unmatched=await count_unmatched_feedback(connection, tenant),
             unbegun=tuple(unbegun),
         )
         yield facts
@@ -325,7 +325,7 @@ async def _read_policy(
             calls_are_paid=rule is not None and rule.call_rewards_after_s is not None,
         ),
         lacks=await count_missing_rewards(connection, name),
-        judges=tuple(await agreements(connection, name)),
+        judges=tuple(await agreement_by_judge(connection, name)),
         standing=standing,
         waits=None if not tried else await approval_event(connection, tried.version),
         live=await count_live_versions(connection, name, known=known),

@@ -188,7 +188,7 @@ def rewards_outside_range(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def drifted_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find that model server and trainer disagree about a version."""
+    """Find a version on which server and trainer differ nearly as much as the recipe allows."""
     if policy.recipe is None:
         return None
     limits = {

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pawl.judging.answers import JudgeFailed, Statement
 from pawl.judging.model import Message, ModelJudge, fence_text, last_object
-from pawl.judging.rubric import common_length, members_of, message_lines, parse_digits, reply_of
+from pawl.judging.rubric import common_length, message_lines, messages_in, parse_digits, reply_texts
 from pawl.operator_moves import split_name
 
 SYSTEM: Final = """\
@@ -70,11 +70,11 @@ def messages_after(place: int, calls: list[dict[str, Any]]) -> list[Any]:
     They are read from the first later call whose request repeats this call's conversation or names
     its response.
     """
-    asked = members_of(calls[place]["request"])
+    asked = messages_in(calls[place]["request"])
     reply = calls[place]["reply"]
     name = reply.get("id") if isinstance(reply, dict) else None
     for later in calls[place + 1 :]:
-        members = members_of(later["request"])
+        members = messages_in(later["request"])
         follows = isinstance(later["request"], dict) and name is not None
         if follows and later["request"].get("previous_response_id") == name:
             return list(_up_to_a_reply(members))
@@ -110,8 +110,8 @@ def next_messages(call: dict[str, Any], after: list[Any], max_chars: int) -> lis
     """
     most = max_chars // 3
     shown = {
-        "conversation": "\n".join(message_lines(members_of(call["request"]))),
-        "reply": "\n".join(reply_of(call["reply"])),
+        "conversation": "\n".join(message_lines(messages_in(call["request"]))),
+        "reply": "\n".join(reply_texts(call["reply"])),
         "next": "\n".join(message_lines(after)),
     }
     content = "\n".join(fence_text(text, most, mark) for mark, text in shown.items())

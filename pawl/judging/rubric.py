@@ -90,17 +90,17 @@ def transcript(episode: dict[str, Any]) -> str:
     parts: list[str] = []
     known: list[list[Any]] = []
     for place, call in enumerate(episode["calls"], 1):
-        members = members_of(call["request"])
+        members = messages_in(call["request"])
         begun = max((common_length(members, earlier) for earlier in known), default=0)
         known.append(members)
         parts.append(f"--- call {place}, agent {call['agent']} ---")
         parts += message_lines(members[begun:])
-        parts += [f"reply: {text}" for text in reply_of(call["reply"])]
+        parts += [f"reply: {text}" for text in reply_texts(call["reply"])]
         parts += [f"tool {event['id']}: {event['status']}" for event in call["tool_events"]]
     return "\n".join("\n  ".join(part.splitlines()) for part in parts)
 
 
-def members_of(request: Any) -> list[Any]:
+def messages_in(request: Any) -> list[Any]:
     """Return the messages of a request, system prompt first, in any of the wire formats."""
     fields = request if isinstance(request, dict) else {}
     members = fields.get("messages") or fields.get("input") or fields.get("prompt") or []
@@ -135,7 +135,7 @@ def _line(member: Any) -> str:
     return f"{role}: {_text(member)}"
 
 
-def reply_of(reply: Any) -> Iterator[str]:
+def reply_texts(reply: Any) -> Iterator[str]:
     """Yield the text of a reply in any of the wire formats; of several choices, the first one's."""
     fields = reply if isinstance(reply, dict) else {}
     choices = fields.get("choices")

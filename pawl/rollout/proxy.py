@@ -101,7 +101,7 @@ class ProxyClient:
         return await self.answers() and self._last_away_at < start
 
     async def wait(self) -> None:
-        """Wait until the proxy answers."""
+        """Wait until the proxy answers, without a limit."""
         while True:
             if await self.answers():
                 return

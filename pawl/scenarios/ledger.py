@@ -13,7 +13,7 @@ from pawl.scenarios.progress import Progress
 from store.claims import list_updates
 from store.database import is_unavailable, make_engine
 from store.policy_table import PolicySpec
-from store.read.evaluations import Evaluation, evaluations
+from store.read.evaluations import Evaluation, rewards_by_version
 from store.read.stats import PolicyTotals, policy_totals
 from store.records import TRAIN, Record, UpdateRow
 from store.version_queries import list_versions
@@ -68,8 +68,8 @@ class Ledger:
 
     async def curves(self) -> dict[str, list[VersionRewards]] | None:
         """Return each trained policy's rewards by version; None if the database is away."""
-        work = partial(evaluations, split=TRAIN)
-        at_work, held_out = await self._query(work), await self._query(evaluations)
+        work = partial(rewards_by_version, split=TRAIN)
+        at_work, held_out = await self._query(work), await self._query(rewards_by_version)
         if at_work is None or held_out is None:
             return None
         return curves_of(self._policies, at_work, held_out)

@@ -275,7 +275,7 @@ class Child:
         )
 
     async def _end_failed(self, new: Running) -> int:
-        """Wait for the end of a process that did not come up, or kill it; return its status."""
+        """Return the status of a process that did not come up; kill it after `ENDING_S` seconds."""
         try:
             # A signal to a process that has just ended would take its status away from us.
             return await asyncio.wait_for(new.process.wait(), ENDING_S)

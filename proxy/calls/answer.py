@@ -127,7 +127,7 @@ class StreamedAnswer:
                 has_grown = buffer.add(chunk)
                 exchange.write(parser.feed(chunk))
                 if has_grown:
-                    await self._make_room(call, parser)
+                    await self._charge_held_bytes(call, parser)
                 if parser.at_end:
                     break
                 await exchange.wait_until_drained()
@@ -139,7 +139,7 @@ class StreamedAnswer:
         self._end = b"" if parser.at_end else parser.finish()
         return "complete" if parser.ended else "truncated"
 
-    async def _make_room(self, call: "Call", parser: ReplyParser) -> None:
+    async def _charge_held_bytes(self, call: "Call", parser: ReplyParser) -> None:
         """Charge the bytes held so far to the budget; without room for them, hold fewer.
 
         Of a stream that is too long only the beginning is stored; its lines are passed on as
@@ -174,11 +174,11 @@ class StreamedAnswer:
         if parser is not None and parser.at_end:
             # The reply's end was seen. The upstream may send more before it closes.
             if not self._reply.fully_read:
-                await self._pass_rest(call, parser)
+                await self._pass_on_until_closed(call, parser)
             self._end = parser.finish()
         exchange.end(self._end)
 
-    async def _pass_rest(self, call: "Call", parser: ReplyParser) -> None:
+    async def _pass_on_until_closed(self, call: "Call", parser: ReplyParser) -> None:
         """Pass on the last event and all bytes after it, until the upstream ends the body.
 
         The record is made already, so the bytes after the last event are not recorded.
@@ -225,7 +225,7 @@ class WholeAnswer:
         try:
             body = await self._read(call)
             if body is None:
-                return await self._pass_on(call)
+                return await self._pass_on_as_it_arrives(call)
         except Torn as error:
             log.warning("reply_torn", call=call.name, reason=str(error))
             if not self._passes:
@@ -270,7 +270,7 @@ class WholeAnswer:
                 return body
         return None
 
-    async def _pass_on(self, call: "Call") -> CallStatus:
+    async def _pass_on_as_it_arrives(self, call: "Call") -> CallStatus:
         """Pass on all but the last piece of a reply that is too long to be held, as it arrives.
 
         Raises:

@@ -341,7 +341,10 @@ class ReplyParser:
         return held
 
     def hide_added_members(self, data: bytes) -> bytes:
-        """Return unparseable `data` without added members, and with the client's model name."""
+        """Return `data`, which need not be JSON, as the client gets it.
+
+        Members that only Pawl asked for are removed; the client's name for the model is put back.
+        """
         if b'"' not in data or not any(name in data for name in self._hidden):
             return data
         members = self.added_members(data)

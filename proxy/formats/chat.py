@@ -22,7 +22,7 @@ from proxy.formats.sampling import (
     HARMLESS_FIELDS,
     SamplingRules,
     forced_call,
-    functions_of,
+    functions_if_well_formed,
     grammar_of,
     is_free_choice,
     is_free_form,
@@ -113,7 +113,9 @@ def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, 
         else None
         for tool in (tools if isinstance(tools, list) else [])
     ]
-    return grammar_of(fields, fields.get("response_format"), forced, functions_of(functions), tag)
+    return grammar_of(
+        fields, fields.get("response_format"), forced, functions_if_well_formed(functions), tag
+    )
 
 
 class ChatReply(ChoicesReply):

@@ -94,8 +94,9 @@ class ChoicesReply(ReplyParser):
     """Parser of a completion in one piece, or in chunks.
 
     A reply is decoded level by level with values as bytes, and encoded again only if values were
-    removed or replaced. A reply without the API's shape is forwarded as it came, except for added
-    members at any depth; its call is not trainable.
+    removed or replaced. A reply without the API's shape keeps its form: members that only Pawl
+    asked for are removed at any depth, and the client's name for the model is put back. Its call is
+    not trainable.
     """
 
     # Data to store, gathered only when the reply is read for the database.
@@ -136,7 +137,7 @@ class ChoicesReply(ReplyParser):
         return (self._end_seen or is_finished) and not self._unreadable_events
 
     def client_reply(self, body: bytes) -> bytes:
-        """Return the completion without added values; `body` itself if there are none."""
+        """Return the client's completion; `body` itself if nothing was removed or replaced."""
         parsed = parse_object(body)
         choices = None if parsed is None else self._hide_added(parsed)
         if parsed is None or choices is None:
@@ -154,7 +155,7 @@ class ChoicesReply(ReplyParser):
         return self._out
 
     def client_event(self, data: bytes) -> bytes | None:
-        """Return a chunk without added values, or None if it carries nothing else."""
+        """Return the client's chunk, or None if it has only values that Pawl asked for."""
         if data == DONE:
             return data
         parsed = parse_object(data)

@@ -176,7 +176,8 @@ class TranslatedReply(MessagesReply):
     def client_reply(self, body: bytes) -> bytes:
         """Return the translated message or error.
 
-        A reply that cannot be translated is returned as it came, without added ids.
+        A reply that cannot be translated keeps its form; token ids and log-probabilities that only
+        Pawl asked for are removed, and the client's name for the model is put back.
         """
         reply = _parse_chat(body)
         if self._reading and reply is not None:
@@ -655,7 +656,7 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
     if not isinstance(block, dict):
         return
     if stop and _PARTIAL_INPUT in block:
-        block["input"] = _input_of("".join(block.pop(_PARTIAL_INPUT)))
+        block["input"] = _parsed_input("".join(block.pop(_PARTIAL_INPUT)))
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
         source, target = _BLOCK_DELTAS[delta["type"]]
         if isinstance(delta.get(source), str):
@@ -664,7 +665,7 @@ def _merge_block(block: Any, delta: Any, *, stop: bool) -> None:
             append_text(block, target, delta[source])
 
 
-def _input_of(text: str) -> Any:
+def _parsed_input(text: str) -> Any:
     """Parse a tool's input; return text that is not JSON as it is, too deep JSON unparsed."""
     encoded = text.encode(errors="surrogatepass")
     if nests_too_deep(encoded):

@@ -64,7 +64,7 @@ from proxy.formats.sampling import (
     HARMLESS_FIELDS,
     SamplingRules,
     forced_call,
-    functions_of,
+    functions_if_well_formed,
     grammar_of,
     has_free_form,
     is_free_choice,
@@ -197,7 +197,7 @@ class ResponsesSampling(SamplingRules):
         forced = None if is_free_choice(choice) else forced_call(choice, choice)
         listed = tools if isinstance(tools, list) else []
         plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
-        functions = functions_of(listed) if plain else None
+        functions = functions_if_well_formed(listed) if plain else None
         return grammar_of(fields, form, forced, functions, tag, flat=True)
 
 
@@ -222,7 +222,8 @@ _NOT_REQUESTED: Final = (NULL, _EMPTY)
 class ResponsesReply(ReplyParser):
     """Parser of a response in one piece, or of a stream whose first and last events hold it.
 
-    A reply without the API's shape is forwarded as it came, except for added members at any depth.
+    A reply without the API's shape keeps its form: members that only Pawl asked for are removed at
+    any depth, and the client's name for the model is put back.
     """
 
     def begin(self) -> None:
@@ -239,7 +240,7 @@ class ResponsesReply(ReplyParser):
         self._may_have_thoughts = self._request.fields.get(_SHOWS_THOUGHTS) not in (None, True)
 
     def client_reply(self, body: bytes) -> bytes:
-        """Return the reply without added values; `body` itself if nothing was to be changed."""
+        """Return the client's reply; `body` itself if nothing had to be removed or replaced."""
         out = self._without_added(body)
         self._response = decoded_object(out)
         return out

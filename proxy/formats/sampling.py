@@ -253,7 +253,7 @@ def forced_call(choice: Any, named: Any) -> ForcedCall:
     return {"name": name} if isinstance(name, str) else UNREADABLE_CALL
 
 
-def functions_of(tools: list[Any]) -> list[Fields] | None:
+def functions_if_well_formed(tools: list[Any]) -> list[Fields] | None:
     """Return `tools` if all are well-formed functions, else None."""
     return tools if all(map(_is_function, tools)) else None
 

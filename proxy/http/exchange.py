@@ -127,14 +127,14 @@ class BodyStream:
             data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
             self._pieces = []
         else:
-            data = self._take_first(most)
+            data = self._take_first_bytes(most)
         self._size -= len(data)
         if self.braked and not self._pieces:
             self.braked = False
             self._source.resume_reading()
         return data
 
-    def _take_first(self, most: int) -> bytes:
+    def _take_first_bytes(self, most: int) -> bytes:
         """Take the first `most` of more unread bytes, without copying later pieces."""
         pieces, taken = self._pieces, []
         while len(pieces[0]) <= most:
@@ -188,9 +188,9 @@ class BodyStream:
                 await self._wait()
         finally:
             self._may_brake = True
-        return self.take_all(limit)
+        return self.take_unless_longer(limit)
 
-    def take_all(self, limit: int | None) -> bytes | None:
+    def take_unless_longer(self, limit: int | None) -> bytes | None:
         """Take and return a body that has ended, or return None if it exceeds `limit` bytes."""
         return None if limit is not None and self._size > limit else self.take()
 
@@ -324,7 +324,7 @@ class Exchange:
 
     def arrived_body(self, limit: int) -> bytes | None:
         """Return the body if all of it has arrived and it has at most `limit` bytes, else None."""
-        return self.body.take_all(limit) if self.body.ended else None
+        return self.body.take_unless_longer(limit) if self.body.ended else None
 
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None if it is longer than `limit` bytes.
@@ -338,7 +338,11 @@ class Exchange:
         """
         self.send_continue()
         arriving = self.body
-        body = arriving.take_all(limit) if arriving.ended else await arriving.read_all(limit, grown)
+        body = (
+            arriving.take_unless_longer(limit)
+            if arriving.ended
+            else await arriving.read_all(limit, grown)
+        )
         if body is None:
             self.keep_alive = False
         return body

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.ingester.removing import DeadLetter, write_dead_letters
 from proxy.ingester.segment_reader import HeldPiece, HoldReason, Segment
-from proxy.ingester.transcribe import TAKES_LONG, Entry, question_of, raised_at, read_entry
+from proxy.ingester.transcribe import TAKES_LONG, Entry, question_digest, raised_at, read_entry
 from proxy.metrics import (
     DEAD_LETTERS,
     DELETED,
@@ -114,7 +114,7 @@ class BatchWriter:
         self._most_reply = most_reply
         self._redactor = redactor
         self._send_spans = send_spans
-        self._ingester = Ingester(count_conflicts, count_late_feedback, question_of)
+        self._ingester = Ingester(count_conflicts, count_late_feedback, question_digest)
         # The long reply that is being read.
         self._long: tuple[HeldPiece, asyncio.Task[list[Entry]]] | None = None
         self._turn = 0
@@ -252,7 +252,7 @@ class BatchWriter:
             return True
         # Names are unique to a record, and the same if the next ingester writes it after a kill.
         letters = [
-            DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._letter_of(entry))
+            DeadLetter(f"{segment.path.stem}-{entry.piece.end}", *self._letter_and_reason(entry))
             for entry in entries
         ]
         try:
@@ -270,7 +270,7 @@ class BatchWriter:
             )
         return True
 
-    def _letter_of(self, entry: Entry) -> tuple[bytes, str]:
+    def _letter_and_reason(self, entry: Entry) -> tuple[bytes, str]:
         """Return the bytes and the reason of an entry's dead letter, redacted."""
         if self._redactor is None:
             return entry.piece.data, entry.reason

@@ -112,7 +112,7 @@ class Database:
         return self._engine
 
     async def run(self) -> None:
-        """Connect, and watch the policy versions until `stop` is called."""
+        """Connect, and watch the policy versions until `stop_watching` is called."""
         while not self._stopping.is_set():
             pause = WATCH_S
             try:
@@ -132,7 +132,7 @@ class Database:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    def stop(self) -> None:
+    def stop_watching(self) -> None:
         """Make `run` return after its present look at the database."""
         self._stopping.set()
 

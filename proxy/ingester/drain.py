@@ -279,7 +279,7 @@ class Drainer:
         """Return how many records waited on disk at the last look."""
         return sum(segment.waiting for segment in self._segments.values())
 
-    def stop(self) -> None:
+    def stop_after_batch(self) -> None:
         """Make `run` return once the present batch is settled.
 
         `run` may also be cancelled at any time: unsettled records stay in the spool.
@@ -287,7 +287,7 @@ class Drainer:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Drain until `stop` is called; while the database is away, try again every second."""
+        """Drain until `stop_after_batch`; while the database is away, try again every second."""
         while not self._stopping.is_set():
             try:
                 moved = await self.drain_once()

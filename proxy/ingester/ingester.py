@@ -29,7 +29,7 @@ from proxy.spool.folders import PRIVATE_MODE, Lock, lock_file
 from store.admin_port import serve_app
 from store.database import is_unavailable, prevents_all_storing
 from store.metrics import begin_at_zero, show_version
-from store.read.evaluations import evaluations
+from store.read.evaluations import rewards_by_version
 
 log = structlog.get_logger()
 
@@ -132,7 +132,7 @@ async def _run_with_lock(
         if spans is not None:
             await spans.close(settings.spans_end_s)
         await asyncio.wait(side_tasks)
-        database.stop()
+        database.stop_watching()
         await asyncio.wait([watching])
         await database.close()
         await admin.cleanup()
@@ -195,7 +195,7 @@ async def show_evaluations(engine: AsyncEngine | None) -> None:
     if engine is None:
         return
     async with engine.connect() as connection:
-        curve = await evaluations(connection)
+        curve = await rewards_by_version(connection)
     for point in curve:
         names = point.policy, str(point.version)
         EVAL_EPISODES.labels(*names).set(point.episodes)
@@ -207,7 +207,7 @@ async def show_evaluations(engine: AsyncEngine | None) -> None:
 
 async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: float) -> None:
     """Drain for at most `within_s` seconds; the next ingester stores the remaining records."""
-    drainer.stop()
+    drainer.stop_after_batch()
     try:
         async with asyncio.timeout(within_s):
             await draining

@@ -48,7 +48,7 @@ HoldReason = Literal["letter", "suspect", "unanswered", "long"]
 
 
 class HeldPiece(NamedTuple):
-    """A piece that was passed over to be settled later, and why.
+    """A piece that was passed over, to be stored or to become a dead letter later, and why.
 
     `kind` is its record's type, None for a letter. `turn` (as the batch writer counts turns) and
     `at` (seconds of the monotonic clock) say when it was last tried.
@@ -132,9 +132,9 @@ class Segment:
             size *= 2
 
     def _expect_batch_size(self, batch: list[Piece]) -> None:
-        """Expect the next batch to be a quarter larger than this one, and not more.
+        """Expect the next batch to have a quarter more bytes than this one (empty: any number).
 
-        Bytes that are read beyond a batch are read again for the next one.
+        Reading more at once is waste: bytes beyond a batch are read again for the next one.
         """
         taken = batch[-1].end - batch[0].start if batch else READ_BYTES
         self._expected_bytes = taken + taken // 4
@@ -180,14 +180,14 @@ class Segment:
         return piece.records
 
     def advance(self, piece: Piece, records: int) -> None:
-        """Move `stored` on to the end of `piece`, never back; `records` of it are settled."""
+        """Move `stored` to the end of `piece`, never back; `records` of it do not wait any more."""
         if piece.end > self.stored.offset:
             self.stored = FramePlace(piece.end, piece.number)
         self.waiting -= records
         self._save_place()
 
     def hold(self, held: HeldPiece) -> None:
-        """Pass over a piece that is to be settled later; its bytes stay in the file."""
+        """Pass over a piece for now; its bytes stay in the file until it is settled."""
         self.held[held.piece.start] = held
         self.advance(held.piece, 0)
 
@@ -214,7 +214,7 @@ class Segment:
         self.path.with_suffix(BEGUN_SUFFIX).unlink(missing_ok=True)
 
     def forget_held(self, held: HeldPiece) -> None:
-        """Forget a held piece that has been settled."""
+        """Drop a held piece that was stored or became a dead letter, and save where to begin."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
         self._save_place()

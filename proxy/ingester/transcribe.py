@@ -40,8 +40,8 @@ from store.values.packing import pack_ids, pack_logprobs
 _RESULT: Final = "tool_result"
 
 
-def question_of(call: CallRecord) -> bytes | None:
-    """Return a digest of the users' messages in a call's request.
+def question_digest(call: CallRecord) -> bytes | None:
+    """Return a digest of all user messages in a call's request.
 
     Return None if the request cannot be read, has no such text, or its wire format is unknown.
     """

@@ -309,7 +309,7 @@ class Recorder:
             partial(take_worker_folder, root),
             segment_bytes=segment_bytes,
             on_commit=self._committed,
-            note=self._gap_of,
+            note=self._gap_frame_for,
         )
 
     def queue_call(self, record: CapturedCall) -> "asyncio.Future[bool]":
@@ -365,7 +365,7 @@ class Recorder:
         """Return for how many seconds the disk has been busy with a commit; 0 if it is not."""
         return self._spool.commit_under_way_s()
 
-    def _gap_of(self, marks: list[str]) -> bytes:
+    def _gap_frame_for(self, marks: list[str]) -> bytes:
         """Return a gap's frame for the episodes of lost frames, or empty bytes if none has one."""
         # `_writing_gap` does not change before the commit of its gap has ended.
         episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP_MARK)

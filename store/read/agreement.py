@@ -92,7 +92,7 @@ class Agreement(Record, frozen=True, kw_only=True):
         return 2 * self.share - 1 if self.share - self.error >= LEAST_AGREEMENT else 0.0
 
 
-async def agreements(connection: AsyncConnection, policy: str) -> list[Agreement]:
+async def agreement_by_judge(connection: AsyncConnection, policy: str) -> list[Agreement]:
     """Return the agreement of each judge of a policy's newest rewards, sorted by judge."""
     values = {"policy": policy, "kinds": list(TARGET_KINDS)}
     rows = (await connection.execute(_PAIRS, values)).all()
@@ -115,7 +115,7 @@ async def trust_in_judges(connection: AsyncConnection, policy: str) -> dict[str,
     A judge that cannot be measured any more keeps the trust of the last update.
     """
     before: dict[str, float] = await connection.scalar(_LAST_TRUST, {"policy": policy}) or {}
-    measured = await agreements(connection, policy)
+    measured = await agreement_by_judge(connection, policy)
     return before | {
         one.source: one.trust if one.share is not None else before.get(one.source, 1.0)
         for one in measured

@@ -371,7 +371,9 @@ async def count_outcomes(
     return rows.all(), time_of(last) if last else None
 
 
-async def promotions(connection: AsyncConnection, tenant: str | None, since: datetime) -> Rows:
+async def newest_promotions(
+    connection: AsyncConnection, tenant: str | None, since: datetime
+) -> Rows:
     """Return the last 200 promotions since `since`, newest first: `policy`, `version`, `at`."""
     return (await connection.execute(_PROMOTIONS, {"tenant": tenant, "since": since})).all()
 

@@ -211,7 +211,7 @@ async def call_texts(
     replies: Collection[UUID],
     most: int = LARGEST_SHOWN,
 ) -> dict[UUID, CallTexts]:
-    """Return the requests and the replies of these calls, without bodies larger than `most`."""
+    """Return these calls' requests and replies, but for any body of over `most` bytes."""
     request_of = await _requests(connection, requests, most)
     rows = await connection.execute(_REPLIES, {"ids": list(replies), "most": most})
     reply_of = {row.id: row.reply for row in rows}
@@ -224,7 +224,7 @@ async def call_texts(
 async def _requests(
     connection: AsyncConnection, wanted: Collection[UUID], most: int
 ) -> dict[UUID, bytes]:
-    """Return the whole requests of these calls, except damaged ones and those above `most`."""
+    """Return these calls' whole requests, but for damaged ones and any of over `most` bytes."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
     made, _ = rebuild_calls(rows.all(), wanted, whole_request)
     return made

@@ -114,7 +114,7 @@ _CURVES: Final[Mapping[Split, TextClause]] = {
 }
 
 
-async def evaluations(
+async def rewards_by_version(
     connection: AsyncConnection, policy: str | None = None, split: Split = EVAL
 ) -> list[Evaluation]:
     """Return the rewards of `policy`'s versions (None: of all) that have episodes of `split`."""

@@ -191,7 +191,7 @@ class EpisodeCounts(Record, frozen=True, kw_only=True):
     quarantined_as: str | None = None
 
 
-async def newest_calls(
+async def count_newest_calls(
     connection: AsyncConnection, now: datetime, tenant: str | None = None
 ) -> list[CallCount]:
     """Count the newest calls of the last `WINDOW` by how they ended, the most frequent first.
@@ -207,7 +207,7 @@ async def newest_calls(
     return [CallCount(**row._mapping) for row in rows]
 
 
-async def unmatched_feedback(
+async def count_unmatched_feedback(
     connection: AsyncConnection, tenant: str | None = None
 ) -> UnmatchedFeedback:
     """Count feedback of the last `WINDOW`, older than `ENDED_AFTER`, about unrecorded targets."""

@@ -54,7 +54,7 @@ from store.write.rows import (
     EVENT_COLUMNS,
     FEEDBACK_COLUMNS,
     TRANSITION_COLUMNS,
-    QuestionOf,
+    QuestionDigest,
     Row,
     episode_row,
     event_row,
@@ -116,14 +116,14 @@ async def write_records(
     driver: Driver,
     records: Sequence[SpoolRecord],
     bases: BaseCache,
-    question_of: QuestionOf = no_question,
+    question_digest: QuestionDigest = no_question,
     *,
     repeated: bool,
 ) -> WrittenBatch:
     """Write `records` in the driver's current transaction.
 
-    `repeated` means that some may be stored already; these are not changed. `question_of` reads the
-    question of a call, from which the task of an episode without a named task is derived.
+    `repeated` means that some may be stored already; these are not changed. From the result of
+    `question_digest` the task of an episode without a named task is derived.
 
     Raises:
         asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
@@ -139,7 +139,7 @@ async def write_records(
         if repeated:
             query = "SELECT id FROM transitions WHERE id = ANY($1)"
             known = {row[0] for row in await driver.fetch(query, list(calls))}
-        await _place_calls(driver, list(calls.values()), question_of, written)
+        await _place_calls(driver, list(calls.values()), question_digest, written)
         await _write_calls(driver, known, bases, written)
     gaps = [record for record in records if isinstance(record, GapRecord)]
     if gaps:
@@ -158,10 +158,10 @@ async def write_records(
 
 
 async def _place_calls(
-    driver: Driver, calls: list[CallRecord], question_of: QuestionOf, written: WrittenBatch
+    driver: Driver, calls: list[CallRecord], question_digest: QuestionDigest, written: WrittenBatch
 ) -> None:
     """Write the calls' episodes and policy rows; add the calls to `written`."""
-    episode_ids, changed = await _upsert_episodes(driver, calls, question_of, written)
+    episode_ids, changed = await _upsert_episodes(driver, calls, question_digest, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     for call in calls:
         other: Split = TRAIN if call.split == EVAL else EVAL
@@ -202,7 +202,10 @@ async def _write_calls(
 
 
 async def _upsert_episodes(
-    driver: Driver, calls: Sequence[CallRecord], question_of: QuestionOf, written: WrittenBatch
+    driver: Driver,
+    calls: Sequence[CallRecord],
+    question_digest: QuestionDigest,
+    written: WrittenBatch,
 ) -> tuple[dict[str, UUID], list[UUID]]:
     """Write the calls' episodes; return their ids by key, and the ids of old unlinked ones.
 
@@ -211,7 +214,7 @@ async def _upsert_episodes(
     by_key: dict[str, list[CallRecord]] = {}
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
         by_key.setdefault(call.episode, []).append(call)
-    rows = [episode_row(calls, question_of) for calls in by_key.values()]
+    rows = [episode_row(calls, question_digest) for calls in by_key.values()]
     columns = zip(*rows, strict=True)
     upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
     written.span = (min(row[4] for row in upserted), max(row[5] for row in upserted))
@@ -292,7 +295,7 @@ class Ingester:
         self,
         on_conflicts: Callable[[list[UUID]], None] | None = None,
         on_late: Callable[[Mapping[str, int]], None] | None = None,
-        question_of: QuestionOf = no_question,
+        question_digest: QuestionDigest = no_question,
     ) -> None:
         """Store the callbacks.
 
@@ -301,12 +304,12 @@ class Ingester:
                 another body; the feedback of both bodies counts.
             on_late: gets, by policy, how many statements came after an update had claimed their
                 episode and trained on it.
-            question_of: reads the question of a call, by which episodes without a named task are
-                grouped. It is called only for calls that an episode's task may come from.
+            question_digest: digests the question of a call, by which episodes without a named task
+                are grouped. It is called only for calls that an episode's task may come from.
         """
         self._on_conflicts = on_conflicts
         self._on_late = on_late
-        self._question_of = question_of
+        self._question_digest = question_digest
         self._bases = BaseCache()
         self._days: set[date] = set()
         # The number of the last deletion before the calls in `_bases` were stored.
@@ -368,7 +371,7 @@ class Ingester:
                 # The base of a later call may be gone.
                 bases, self._deletion = BaseCache(), admitted.deletion
             written = await write_records(
-                driver, admitted.records, bases, self._question_of, repeated=repeated
+                driver, admitted.records, bases, self._question_digest, repeated=repeated
             )
         self._bases = bases
         # After the commit: of two batches at the same time, at least the later sees the other.

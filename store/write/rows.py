@@ -29,7 +29,7 @@ from store.write.bases import StoredTexts
 
 Row = tuple[Any, ...]
 # Returns a digest of the question in a call's request, or None. The store knows no wire formats.
-QuestionOf = Callable[[CallRecord], bytes | None]
+QuestionDigest = Callable[[CallRecord], bytes | None]
 
 # The columns that follow from the definition of a call's record, as they are and as JSON.
 _PLAIN: Final = [field.name for field in column_fields(CallRecord) if not field.column.json]
@@ -134,7 +134,7 @@ def no_question(call: CallRecord) -> None:
     """Return None: no call has a known question."""
 
 
-def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
+def derived_task(record: CallRecord, question_digest: QuestionDigest) -> str | None:
     """Return the task of a call that names none: a hash of its question.
 
     So episodes that begin with the same question form a group, even if their instructions contain
@@ -145,20 +145,20 @@ def derived_task(record: CallRecord, question_of: QuestionOf) -> str | None:
     ids = record.tokens.prompt_ids
     if not ids and record.http_status != OK_STATUS:
         return None
-    question = question_of(record) or ids
+    question = question_digest(record) or ids
     if not question:
         return None
     return name_in_same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 
-def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
+def episode_row(calls: Sequence[CallRecord], question_digest: QuestionDigest) -> Row:
     """Return the row of an episode, from those of its calls that are in one batch, earliest first.
 
     The columns are in the order of the upsert in `store.write.ingest`. The id of a new episode is
     that of its first call in this batch, so that no other id has to be made.
     """
     first = calls[0]
-    task, task_named, task_from = _choose_task(calls, question_of)
+    task, task_named, task_from = _choose_task(calls, question_digest)
     return (
         first.id,
         first.episode,
@@ -177,7 +177,7 @@ def episode_row(calls: Sequence[CallRecord], question_of: QuestionOf) -> Row:
 
 
 def _choose_task(
-    calls: Sequence[CallRecord], question_of: QuestionOf
+    calls: Sequence[CallRecord], question_digest: QuestionDigest
 ) -> tuple[str | None, bool, UUID | None]:
     """Return an episode's task, whether it is named, and the id of the call that it is from.
 
@@ -187,7 +187,7 @@ def _choose_task(
         if call.task is not None:
             return call.task, True, call.id
     for call in calls:
-        if (derived := derived_task(call, question_of)) is not None:
+        if (derived := derived_task(call, question_digest)) is not None:
             return derived, False, call.id
     return None, False, None
 

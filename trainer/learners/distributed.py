@@ -165,11 +165,11 @@ class Leader:
         }
 
     def interrupt(self) -> None:
-        """Stop a running update of any learner."""
+        """Stop all learners for good: running and later updates raise `Interrupted`."""
         for learner in self.learners.values():
             learner.interrupt()
 
-    def stop(self) -> None:
+    def stop_followers(self) -> None:
         """Tell the other processes to end, once the current command is done."""
         with self._lock:
             self._processes.broadcast(None)

@@ -44,7 +44,7 @@ class LearnerProtocol(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Stop for good: `update` and `version_logprobs` raise `Interrupted` from now on."""
+        """Stop for good: running and later `update` and `version_logprobs` raise `Interrupted`."""
 
     def save(self, folder: Path) -> None:
         """Write the adapter for model servers, and the state to resume from, into `folder`.

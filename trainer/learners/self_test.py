@@ -83,13 +83,13 @@ def randomise_adapter(model: Any, rows: Sequence[Row], seed: int) -> None:
     Raises:
         NoEffect: no spread has an effect between `NO_EFFECT` and `MOST_EFFECT`.
     """
-    before = _logprobs(model, rows)
+    before = _model_logprobs(model, rows)
     matrices = [weights for name, weights in model.named_parameters() if "lora_B" in name]
     effects: dict[float, float] = {}
     spread, below, above = FIRST_SPREAD, 0.0, math.inf
     while len(effects) < MOST_SPREADS and spread <= LARGEST_SPREAD:
         _randomise_weights(matrices, spread, seed)
-        effect = effects[spread] = float((_logprobs(model, rows) - before).abs().mean())
+        effect = effects[spread] = float((_model_logprobs(model, rows) - before).abs().mean())
         if LEAST_EFFECT <= effect <= MOST_EFFECT:
             return
         if effect < LEAST_EFFECT:
@@ -114,7 +114,7 @@ def _randomise_weights(matrices: Sequence[torch.Tensor], spread: float, seed: in
         weights.copy_(torch.randn(weights.shape, generator=generator) * spread)
 
 
-def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+def _model_logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     with torch.no_grad():
         return score_rows(model, rows, layout="whole").logprobs
 

@@ -397,6 +397,9 @@ class Replicas:
         """Run `operation` on all `servers` (None: all replicas) at once; return results by server.
 
         Servers that are away are left out. All operations have ended when this returns or raises.
+
+        Raises:
+            UpstreamAway: all servers are away, or cannot fetch a version's files.
         """
         asked = self.each if servers is None else tuple(servers)
         ended = await asyncio.gather(*(_result_or_error(operation(server)) for server in asked))
@@ -426,6 +429,9 @@ class Replicas:
         """Return the models that every answering replica serves, by name.
 
         The entries are those of the first answering replica.
+
+        Raises:
+            UpstreamAway: no replica answers.
         """
         first, *others = (await self.ask(ModelServer.models)).values()
         return {

@@ -108,7 +108,7 @@ async def draining(root: Path, engine: AsyncEngine) -> AsyncIterator[Traffic]:
     try:
         yield traffic
     finally:
-        traffic.drainer.stop()
+        traffic.drainer.stop_after_batch()
         await task
         await traffic.engine.dispose()
     assert not list(root.glob("dead/*"))

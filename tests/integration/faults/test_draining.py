@@ -52,7 +52,7 @@ async def test_records_that_arrive_singly_are_stored_in_batches(
         await asyncio.sleep(0.002)
     assert all(await asyncio.gather(*appended))
     await until(lambda: sum(batches) == 200)
-    drainer.stop()
+    drainer.stop_after_batch()
     await draining
     assert len([moved for moved in batches if moved]) <= 100
 
@@ -69,7 +69,7 @@ async def test_waiting_records_are_stored_as_soon_as_the_database_connects(
     await until(lambda: drainer.progress.state == "waiting")
     connections.append(spooled.engine)
     await eventually(spooled.stored)
-    drainer.stop()
+    drainer.stop_after_batch()
     await draining
     spool.close()
 

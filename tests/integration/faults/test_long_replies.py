@@ -290,7 +290,7 @@ async def test_other_calls_are_stored_while_a_long_reply_is_parsed(
     go_on.set()
     # It cannot be inflated: a dead letter.
     await until(lambda: len(spooled.letters()) == 1, within_s=10)
-    spooled.drainer.stop()
+    spooled.drainer.stop_after_batch()
     await draining
     assert_adds_up()
 

@@ -57,7 +57,7 @@ async def found(engine: AsyncEngine, tenant: str | None = None, **chosen: Any) -
 
 async def calls_of(connection: AsyncConnection, tenant: str | None) -> list[int]:
     """The newest calls of a tenant, by how they ended."""
-    return [kind.calls for kind in await health.newest_calls(connection, NOW, tenant)]
+    return [kind.calls for kind in await health.count_newest_calls(connection, NOW, tenant)]
 
 
 async def fates(
@@ -186,7 +186,7 @@ async def test_overview_counts_calls_rewards_and_states_of_episodes(
 ) -> None:
     since = datetime.now(UTC) - timedelta(days=1)
     async with ledger.connect() as connection:
-        calls = await health.newest_calls(connection, NOW)
+        calls = await health.count_newest_calls(connection, NOW)
         rows, cut_at = await count_outcomes(connection, None, since)
         by_state = await fates(connection, None, since)
     reasons: Counter[str | None] = Counter()

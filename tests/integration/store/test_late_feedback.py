@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.claimable import set_reward_rule
-from store.read.evaluations import evaluations
+from store.read.evaluations import rewards_by_version
 from store.read.lines import encoded_line
 from store.records import Episode, FeedbackRecord
 from store.values.rewards import RewardRule, RewardTerm
@@ -60,7 +60,7 @@ async def test_late_feedback_is_marked_counted_and_part_of_live_figures(
     line = msgspec.json.decode(encoded_line(found["a"], datetime.now(UTC)))
     assert [one.get("late") for one in line["feedback"]] == [None, True, True]
     async with engine.connect() as connection:
-        [work] = await evaluations(connection, split="train")
+        [work] = await rewards_by_version(connection, split="train")
     assert (work.scored, work.mean) == (3, pytest.approx((1.0 + 0.25 + 0.5) / 3))
 
 
@@ -84,5 +84,5 @@ async def test_reward_withdrawn_after_training_leaves_the_reward_curve(
     await trained(engine, "a", "b")
     await store(engine, later(statement("reward", None, episode="a")))
     async with engine.connect() as connection:
-        [work] = await evaluations(connection, split="train")
+        [work] = await rewards_by_version(connection, split="train")
     assert (work.episodes, work.scored) == (2, 1)

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.claimable import count_missing_rewards, reward_rule, set_reward_rule
 from store.read.episodes import read_episodes
-from store.read.evaluations import evaluations
+from store.read.evaluations import rewards_by_version
 from store.records import Episode, SpoolRecord
 from store.selecting import select_episodes
 from store.values.rewards import REWARD_ALONE, RewardRule, RewardTerm, reward_of
@@ -94,7 +94,7 @@ async def scores(engine: AsyncEngine) -> list[Any]:
 async def seen(engine: AsyncEngine) -> dict[str, Any]:
     async with engine.connect() as connection:
         episodes = await read_episodes(connection, await select_episodes(connection))
-        worked = await evaluations(connection, split="train")
+        worked = await rewards_by_version(connection, split="train")
     rows = await scores(engine)
     of = {episode.key: episode for episode in episodes}
     for key, policy, scored_at, call_scored_at, reward, lacks in rows:

@@ -159,7 +159,9 @@ def test_episode_with_out_of_vocabulary_ids_is_blamed(renew: Renew) -> None:
     assert set(raised.value.episodes) == {UUID(int=0)}
 
 
-def test_recomputing_can_be_interrupted(tiny_model: str, tmp_path: Path) -> None:
+def test_interrupted_learner_recomputes_no_log_probabilities(
+    tiny_model: str, tmp_path: Path
+) -> None:
     made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
     made.interrupt()
     with pytest.raises(Interrupted):
@@ -216,7 +218,9 @@ async def test_trainer_recomputes_log_probabilities_with_the_version_that_sample
     assert bench.learner.updates == 4
 
 
-async def test_trained_calls_are_stored_with_the_policys_log_probabilities(bench: Bench) -> None:
+async def test_trained_calls_also_get_the_log_probabilities_of_the_policy_in_training(
+    bench: Bench,
+) -> None:
     await bench.run_once()
     async with bench.engine.connect() as connection:
         trained = set((await connection.execute(text("SELECT id FROM transitions"))).scalars())
@@ -242,7 +246,9 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-async def test_calls_of_a_lost_version_are_not_trained(bench: Bench, loss: str) -> None:
+async def test_calls_without_log_probabilities_are_not_trained_if_their_version_is_lost(
+    bench: Bench, loss: str
+) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()
@@ -274,7 +280,9 @@ async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, n
     await bench.assert_spent_once(12)
 
 
-async def test_version_marked_deleted_counts_as_lost_for_recomputing(bench: Bench) -> None:
+async def test_version_marked_deleted_is_not_used_to_recompute_log_probabilities(
+    bench: Bench,
+) -> None:
     await bench.run_once()
     await fill(bench, "u", 1, has_logprobs=True)
     await bench.run_once()

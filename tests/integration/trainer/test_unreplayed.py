@@ -49,7 +49,7 @@ async def test_trainer_checks_the_grammar_of_each_constrained_call(
     assert "unreplayed_calls" not in metrics
 
 
-async def test_unreplayed_calls_are_left_out_and_later_credit_says_so(
+async def test_calls_whose_grammar_cannot_be_replayed_are_left_out_and_later_credit_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()
@@ -69,7 +69,7 @@ async def test_unreplayed_calls_are_left_out_and_later_credit_says_so(
     ]
 
 
-async def test_update_of_only_unreplayed_calls_makes_no_version(
+async def test_update_whose_calls_all_have_grammars_that_cannot_be_replayed_makes_no_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bench.run_once()
@@ -82,7 +82,7 @@ async def test_update_of_only_unreplayed_calls_makes_no_version(
     await bench.assert_spent_once(8)
 
 
-async def test_sampling_version_recomputes_only_replayable_calls(
+async def test_log_probabilities_are_recomputed_only_if_the_grammar_can_be_replayed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of calls with a grammar and no log-probabilities."""

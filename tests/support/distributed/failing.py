@@ -76,4 +76,4 @@ def main(arguments: Sequence[str]) -> None:
         outcomes.append((outcome, time.monotonic() - began))
     led.save(folder)
     (folder / "outcomes.json").write_text(json.dumps(outcomes))
-    leader.stop()
+    leader.stop_followers()

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
         saved = folder / name
         saved.mkdir()
         led.save(saved)
-    leader.stop()
+    leader.stop_followers()
 
 
 def have_no_room_once(base: Base, learner: Learner) -> None:

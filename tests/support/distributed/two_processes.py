@@ -36,4 +36,4 @@ def main(arguments: Sequence[str]) -> None:
     second = folder / "2"
     second.mkdir()
     leading.save(second)
-    leader.stop()
+    leader.stop_followers()

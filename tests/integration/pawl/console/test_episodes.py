@@ -142,7 +142,7 @@ async def test_doctor_page_is_answered_while_another_page_reads_the_database(
         await may_end.wait()
         return []
 
-    monkeypatch.setattr("pawl.console.overview.newest_calls", held)
+    monkeypatch.setattr("pawl.console.overview.count_newest_calls", held)
     figures = asyncio.create_task(console.get("/overview/figures"))
     await is_read.wait()
     doctor = await shown(console, "/overview/doctor")

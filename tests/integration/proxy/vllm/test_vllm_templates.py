@@ -72,7 +72,7 @@ async def requests_answered(proxy: Proxy, url: str) -> dict[str, float]:
     }
 
 
-async def test_each_turn_is_a_trainable_call_that_extends_the_last_prompt(
+async def test_calls_with_system_messages_between_turns_are_trainable_and_extend_the_last_prompt(
     server: str, start_proxy: StartProxy
 ) -> None:
     async with start_proxy(upstream_url=f"{server}/v1") as proxy:
@@ -100,7 +100,7 @@ async def prompt_of(proxy: Proxy, url: str, ids: Any) -> str:
         return str((await reply.json())["prompt"])
 
 
-async def test_tool_that_a_system_message_adds_is_in_the_prompt(
+async def test_tool_of_a_tool_addition_block_is_in_the_prompt(
     server: str, start_proxy: StartProxy
 ) -> None:
     async with start_proxy(upstream_url=f"{server}/v1") as proxy:

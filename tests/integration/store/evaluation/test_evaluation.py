@@ -12,7 +12,7 @@ from store.claim_query import ClaimRule
 from store.claims import Claim, end_unusable_claim, expire_episodes
 from store.errors import ClaimSpoilt
 from store.link.joins import TOO_LATE
-from store.read.evaluations import Evaluation, evaluations
+from store.read.evaluations import Evaluation, rewards_by_version
 from store.records import CallRecord, Episode
 from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student_interval, wilson_interval
@@ -58,7 +58,7 @@ async def by_key(engine: AsyncEngine) -> dict[str, Episode]:
 
 async def curve(engine: AsyncEngine, policy: str | None = None) -> list[Evaluation]:
     async with engine.connect() as connection:
-        return await evaluations(connection, policy)
+        return await rewards_by_version(connection, policy)
 
 
 # Claims and expiry
@@ -390,7 +390,7 @@ async def test_training_episodes_have_a_reward_curve_by_version(engine: AsyncEng
     await store(engine, call("asked", split="eval", policy_version=1), reward(1.0, episode="asked"))
     await store(engine, call("asked", policy="other"), call("c", policy="other", policy_version=7))
     async with engine.connect() as connection:
-        worked = await evaluations(connection, split="train")
+        worked = await rewards_by_version(connection, split="train")
     assert [(p.policy, p.version, p.episodes, p.scored, p.mean) for p in worked] == [
         ("m", 0, 1, 1, 0.0),
         ("m", 1, 3, 2, 0.75),

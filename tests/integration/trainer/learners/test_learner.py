@@ -111,7 +111,9 @@ def test_rewarded_replies_become_likelier(renew: Renew) -> None:
         assert better == (row.advantage > 0.5)
 
 
-def test_update_records_the_policys_log_probabilities_before_each_step(renew: Renew) -> None:
+def test_update_keeps_the_log_probabilities_of_the_policy_in_training_before_each_step(
+    renew: Renew,
+) -> None:
     made = renew(recipe(steps=2))
     batch = rows(members=2)
     before = made.version_logprobs(None, batch)

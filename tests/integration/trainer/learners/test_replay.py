@@ -229,7 +229,7 @@ def plain_survivors(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", EACH)
-def test_replayed_scores_and_gradient_equal_a_plain_loop(
+def test_scores_and_gradient_under_sampling_settings_equal_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     be_deterministic()

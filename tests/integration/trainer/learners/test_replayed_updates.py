@@ -1,4 +1,4 @@
-"""Updates from shaped distributions: the same merged and not, without drift, in vLLM's words."""
+"""Updates under recorded sampling settings: equal in every layout, and without drift."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,7 +65,9 @@ def plain() -> Any:
 
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10_000))
-def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, seed: int) -> None:
+def test_sampling_settings_apply_alike_to_merged_and_whole_rows(
+    merging: Any, plain: Any, seed: int
+) -> None:
     batch = mixed(seed)
     with torch.no_grad():
         ours = score_rows(merging, batch)
@@ -143,7 +145,7 @@ def distributions() -> list[Distribution]:
     return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
-def test_every_way_of_computing_rows_makes_the_same_replayed_update(
+def test_every_layout_makes_the_same_update_under_sampling_settings(
     tiny_model: str, tmp_path: Path, distributions: list[Distribution]
 ) -> None:
     batch = [

@@ -14,7 +14,7 @@ from proxy.error_replies import unreadable_request_body
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
 from proxy.identity.call_memory import needed_fingerprints, provided_fingerprints
-from proxy.ingester.transcribe import question_of, transcribe
+from proxy.ingester.transcribe import question_digest, transcribe
 from proxy.intake import Intake
 from proxy.routing import find_route
 from proxy.spool.segments import CapturedCall
@@ -171,7 +171,7 @@ async def test_episodes_of_the_same_question_have_the_same_task(
         msgspec.structs.replace(record, tokens=tokens([number], [4]))
         for number, record in enumerate(records)
     ]
-    same, also, other = (derived_task(record, question_of) for record in records)
+    same, also, other = (derived_task(record, question_digest) for record in records)
     assert same == also
     assert None not in (same, other)
     assert same != other

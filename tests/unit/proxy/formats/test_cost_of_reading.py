@@ -63,7 +63,7 @@ def merged_blocks(count: int) -> None:
 
 
 @pytest.mark.parametrize("merge", [merged_calls, merged_arguments, merged_blocks])
-def test_merging_twice_as_many_pieces_of_a_stream_takes_twice_the_work(merge: Any) -> None:
+def test_work_of_merging_a_streams_pieces_is_linear_in_their_number(merge: Any) -> None:
     work = []
     for count in (200, 400):
         WORK.update(compared=0, copied=0)
@@ -115,7 +115,7 @@ def test_comments_and_blank_lines_are_passed_in_bulk(
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_reading_stream_comments_takes_less_memory_than_their_length(api: str) -> None:
+def test_reading_many_short_stream_comments_takes_less_memory_than_their_sum(api: str) -> None:
     request = json.dumps({"model": "m", "stream": True, "max_tokens": 4, "messages": []}).encode()
     size = 4 * 2**20
     call = captured(dialect=api, streamed=True, request=request, reply=b": ping\n" * (size // 7))
@@ -127,7 +127,7 @@ def test_reading_stream_comments_takes_less_memory_than_their_length(api: str) -
 
 
 @pytest.mark.parametrize("api", list(FORMATS))
-def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_it(
+def test_stream_line_too_long_to_buffer_is_passed_on_and_parsing_resumes_after_it(
     api: str,
 ) -> None:
     parser = FORMATS[api].reply_parser(read_request(b"{}"), None, streamed=True)
@@ -141,7 +141,7 @@ def test_abandoned_stream_line_is_passed_on_unchanged_and_parsing_resumes_after_
     assert parser.feed(b": next\n") == parser._pass_comments(b": next\n")
 
 
-def test_text_that_waits_for_the_end_of_a_tool_call_counts_in_bytes() -> None:
+def test_text_held_back_until_a_tool_call_ends_counts_as_waiting_bytes() -> None:
     parser = parser_of("messages")
     asked = {"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}
     parser.feed(sse(chunk({"role": "assistant"}), chunk({"tool_calls": [asked]})))

@@ -250,7 +250,7 @@ def test_clients_model_name_is_put_back_however_the_stream_is_cut(
     assert (reply.ended, reply.facts.sampled.prompt_ids) == (True, None)
 
 
-def test_streamed_message_is_put_together() -> None:
+def test_stream_of_the_messages_api_is_recorded_as_one_message() -> None:
     facts = forwarded("messages", None, [sse(*MESSAGE_EVENTS)]).facts
     message = json.loads(facts.reply or b"")
     assert message["content"][0] == {"type": "text", "text": "h\u00e9"}
@@ -261,7 +261,7 @@ def test_streamed_message_is_put_together() -> None:
     assert (made.id, made.name, made.arguments) == ("t1", "calc", '{"a":1}')
 
 
-def test_streamed_response_is_recorded_as_its_final_state() -> None:
+def test_stream_of_the_responses_api_is_recorded_as_its_final_response() -> None:
     facts = forwarded("responses", None, [sse(*RESPONSE_EVENTS)]).facts
     assert json.loads(facts.reply or b"") == RESPONSE
     assert (facts.finish, facts.tool_calls[0].id) == ("completed", "c1")
@@ -274,7 +274,7 @@ def test_malformed_event_does_not_stop_a_message_stream(content: Any) -> None:
     assert forwarded("messages", None, [stream]).seen == stream
 
 
-def test_unstreamed_message_gets_the_clients_model_name_back() -> None:
+def test_clients_model_name_is_put_back_in_a_message_that_is_not_streamed() -> None:
     request = MESSAGES.rewrite(read_request(b'{"model":"m","z":1e400}'), "m@2", want_ids=False)
     assert request.body == b'{"model":"m@2","z":1e400}'
     reply = follow("messages", request, [json.dumps(MESSAGE).encode()], "m@2", streamed=False)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.ingester.transcribe import question_of
+from proxy.ingester.transcribe import question_digest
 from store.records import CallRecord, Tokens
 from store.write.rows import derived_task, episode_row, no_question
 from tests.support.records import call, tokens
@@ -16,12 +16,12 @@ USER = {"role": "user", "content": "What is 2 + 2?"}
 SUM = "4dcdf32cc3a491b4e5eea4d62896a2a3008bac50bb9659bfb200471a016375f0"
 
 
-def question_digest(dialect: str, request: bytes | None) -> bytes | None:
-    return question_of(call(dialect=dialect, request=request))
+def digest_of(dialect: str, request: bytes | None) -> bytes | None:
+    return question_digest(call(dialect=dialect, request=request))
 
 
 def task_of(record: CallRecord) -> str | None:
-    return derived_task(record, question_of)
+    return derived_task(record, question_digest)
 
 
 def chat(*messages: Any, **fields: Any) -> bytes:
@@ -73,11 +73,11 @@ def clock(time: str, role: str = "system") -> dict[str, str]:
 )
 def test_digests_of_questions_never_change(dialect: str, request_: bytes, digest: str) -> None:
     """Names of groups are made of these digests: another digest would be another group."""
-    assert (question_digest(dialect, request_) or b"").hex() == digest
+    assert (digest_of(dialect, request_) or b"").hex() == digest
 
 
 def test_another_question_is_another_digest() -> None:
-    other = question_digest("chat", chat(clock("10:01"), {"role": "user", "content": "2 + 3?"}))
+    other = digest_of("chat", chat(clock("10:01"), {"role": "user", "content": "2 + 3?"}))
     assert other not in (None, bytes.fromhex(SUM))
 
 
@@ -89,7 +89,7 @@ def test_escaping_of_a_questions_text_does_not_change_its_digest(text: str) -> N
         f'{{"messages": [{json.dumps(USER)}, {{"role": "user", "content": {content}}}]}}'
         for content in written
     ]
-    assert len({question_digest("chat", body.encode()) for body in bodies}) == 1
+    assert len({digest_of("chat", body.encode()) for body in bodies}) == 1
 
 
 def _utf16(text: str) -> list[int]:
@@ -98,20 +98,20 @@ def _utf16(text: str) -> list[int]:
 
 
 def test_question_is_made_of_user_messages_alone() -> None:
-    found = question_digest("chat", chat(USER))
+    found = digest_of("chat", chat(USER))
     example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    assert question_digest("chat", chat(*example, USER)) != found
+    assert digest_of("chat", chat(*example, USER)) != found
     told = {"role": "tool", "tool_call_id": "c", "content": "4"}
     answered = chat(USER, {"role": "assistant", "content": None}, told)
-    assert question_digest("chat", answered) == found
+    assert digest_of("chat", answered) == found
     image = {"type": "image_url", "image_url": {"url": "data:,x"}}
-    assert question_digest("chat", chat({"role": "user", "content": [image]})) not in (found, None)
+    assert digest_of("chat", chat({"role": "user", "content": [image]})) not in (found, None)
 
 
 def test_boundaries_between_messages_change_the_question_digest() -> None:
     one, other = ("ab", "c"), ("a", "bc")
     found = [
-        question_digest("chat", chat(*({"role": "user", "content": text} for text in texts)))
+        digest_of("chat", chat(*({"role": "user", "content": text} for text in texts)))
         for texts in (one, other)
     ]
     assert found[0] != found[1]
@@ -137,11 +137,11 @@ def test_boundaries_between_messages_change_the_question_digest() -> None:
     ],
 )
 def test_request_without_a_question_has_no_question_digest(request_: bytes | None) -> None:
-    assert question_digest("chat", request_) is None
+    assert digest_of("chat", request_) is None
 
 
 def test_plain_prompt_of_a_completion_has_no_question_digest() -> None:
-    assert question_digest("completions", b'{"prompt": "2 + 2"}') is None
+    assert digest_of("completions", b'{"prompt": "2 + 2"}') is None
 
 
 def test_unnamed_task_is_derived_from_the_question_or_the_prompt_ids() -> None:
@@ -173,7 +173,7 @@ def test_task_is_derived_from_a_first_call_of_another_model() -> None:
                 call(policy=None, policy_version=None, tokens=Tokens(), request=chat(USER)),
                 call(request=chat({"role": "user", "content": f"Plan {number}: add them."})),
             ],
-            question_of,
+            question_digest,
         )
         for number in range(2)
     ]
