@@ -179,9 +179,9 @@ _CONTENT_ENCODING: Final = b"content-encoding"
 _MOST_WARNED: Final = 300
 _MOST_READ: Final = 100
 # Wait so long for the ingester to store a response that another worker has just passed on.
-RESPONSE_WAIT_S: Final = 2.0
-RESPONSE_LOOKUP_S: Final = 0.25
-RESPONSE_RETRY_S: Final = 0.1
+STORED_RESPONSE_WAIT_S: Final = 2.0
+STORED_RESPONSE_LOOKUP_S: Final = 0.25
+STORED_RESPONSE_RETRY_S: Final = 0.1
 
 
 def check_call(
@@ -626,7 +626,7 @@ async def check_continued(
         return await known_responses(driver, list(names), dialect)
 
     clock = asyncio.get_running_loop().time
-    deadline = clock() + RESPONSE_WAIT_S
+    deadline = clock() + STORED_RESPONSE_WAIT_S
     # PostgreSQL neither stores U+0000 in a text nor accepts it in a query.
     is_possible = "\x00" not in response_id
     while True:
@@ -635,14 +635,14 @@ async def check_continued(
         }
         is_answered = True
         if not owning_tenants and is_possible:
-            stored = await lookup.ask(ask, within_s=RESPONSE_LOOKUP_S)
+            stored = await lookup.ask(ask, within_s=STORED_RESPONSE_LOOKUP_S)
             is_answered = stored is not None
             owning_tenants = {names[name] for name in stored or ()}
         if tenant in owning_tenants:
             return
         if owning_tenants or not is_possible or clock() >= deadline:
             break
-        await asyncio.sleep(RESPONSE_RETRY_S)
+        await asyncio.sleep(STORED_RESPONSE_RETRY_S)
     if not is_answered:
         raise NotKnownNow(
             f"It is not known now whether response {shortened(response_id)!r} is yours, as the "

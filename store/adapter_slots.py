@@ -157,7 +157,7 @@ class LiveCounts(Record, frozen=True, kw_only=True):
         return self.serving + self.ready + self.gated + self.coming + self.held + self.kept
 
 
-class KeptVersion(Record, frozen=True, kw_only=True):
+class VersionKeptForEpisodes(Record, frozen=True, kw_only=True):
     """A version that a model server keeps only for the episodes that use it.
 
     It may be unloaded once no such episode `is_under_way`, or in `at_most_s` seconds at the latest.
@@ -223,7 +223,9 @@ async def count_live_versions(
     return LiveCounts(**(await connection.execute(_LIVE, values)).one()._mapping)
 
 
-async def kept_versions(connection: AsyncConnection, policy: str | None) -> list[KeptVersion]:
+async def versions_kept_for_episodes(
+    connection: AsyncConnection, policy: str | None
+) -> list[VersionKeptForEpisodes]:
     """Return the versions that the model server of `policy` keeps only for episodes.
 
     With None, those of all servers. Versions without an episode under way come first; among
@@ -231,11 +233,14 @@ async def kept_versions(connection: AsyncConnection, policy: str | None) -> list
     """
     since = datetime.now(UTC) - timedelta(seconds=LONGEST_KEPT_S)
     rows = await connection.execute(_KEPT, {"policy": policy, "first": lowest_id_at(since)})
-    return [KeptVersion(**{**row._mapping, "at_most_s": float(row.at_most_s)}) for row in rows]
+    return [
+        VersionKeptForEpisodes(**{**row._mapping, "at_most_s": float(row.at_most_s)})
+        for row in rows
+    ]
 
 
-async def unload_kept(
-    connection: AsyncConnection, versions: Iterable[KeptVersion], why: str, actor: Actor
+async def unload_kept_versions(
+    connection: AsyncConnection, versions: Iterable[VersionKeptForEpisodes], why: str, actor: Actor
 ) -> None:
     """Unload `versions`; episodes that still use one go on with the serving version."""
     # Sorted by policy, because each policy is locked: no deadlocks.
@@ -247,7 +252,7 @@ async def unload_kept(
 async def unload_unused_versions(
     connection: AsyncConnection, policy: str | None, actor: Actor
 ) -> None:
-    """Unload the `kept_versions` that no episode under way uses (`policy` None: of all servers)."""
-    kept = await kept_versions(connection, policy)
+    """Unload kept versions that no episode under way uses (`policy` None: of all servers)."""
+    kept = await versions_kept_for_episodes(connection, policy)
     unused = [version for version in kept if not version.is_under_way]
-    await unload_kept(connection, unused, "no episode that uses it is under way", actor)
+    await unload_kept_versions(connection, unused, "no episode that uses it is under way", actor)

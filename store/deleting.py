@@ -16,7 +16,7 @@ from store.database import driver_of
 from store.driver import Driver
 from store.link.claimable import refresh_policy_rows
 from store.link.settle import SETTLE_LOCK
-from store.read.episodes import whole_calls
+from store.read.episodes import full_texts_of_calls
 from store.records import Record
 from store.tenants import name_in_same_tenant
 from store.tombstones import (
@@ -42,7 +42,7 @@ class Receipt(Record, frozen=True, kw_only=True):
         keys: the keys of all its parts, its own among them; empty unless it was deleted now.
         removed: how many rows of each table, and how many dead letters, were deleted.
         rewritten_calls: how many calls of other episodes were stored as additions to its calls, and
-            are stored whole now.
+            are stored in full now.
         abandoned_updates: updates that were running and held it; their other episodes are free.
         trained: policy versions whose update was trained on it, ended ones among them.
         carried_by: these versions and all their descendants, but for imported ones and theirs.
@@ -115,11 +115,11 @@ _PARTS: Final = """
     SELECT id, key, root IS NULL AS is_whole FROM episodes
     WHERE (id = $1 OR root = $1) AND deleted_at IS NULL ORDER BY first_call_id
 """
-_WHOLE: Final = "SELECT COALESCE(root, id) FROM episodes WHERE key = $1"
+_JOINED_EPISODE: Final = "SELECT COALESCE(root, id) FROM episodes WHERE key = $1"
 _CALLS: Final = "SELECT id, response_id FROM transitions WHERE episode_id = ANY($1)"
-# Calls of other episodes that are stored as additions to these calls. An addition needs a
-# fingerprint that its base provides, in either split's form: by these the additions are found.
-_ADDITIONS: Final = f"""
+# Calls of other episodes that are stored as additions to these calls. Each needs a fingerprint that
+# its base provides, in either split's form: by these it is found.
+_DEPENDENT_CALLS: Final = f"""
     SELECT t.id FROM transitions t WHERE t.parent_id = ANY($2) AND t.episode_id <> ALL ($1)
         AND t.id IN (
             SELECT n.call_id FROM provided_fingerprints p JOIN needed_fingerprints n
@@ -167,7 +167,7 @@ async def delete_episode(connection: AsyncConnection, episode_id: UUID) -> Recei
     abandoned = await abandon_updates(connection, driver, ids, WHY_ABANDONED)
     adapters = await versions_trained_on(driver, ids)
     calls = await driver.fetch(_CALLS, ids)
-    rewritten = await store_additions_whole(connection, driver, ids, [row["id"] for row in calls])
+    rewritten = await rewrite_dependent_calls(connection, driver, ids, [row["id"] for row in calls])
     names = _tombstone_names(keys, calls)
     removed = _sum_counts(await forget_matched(driver, ids), await forget_unmatched(driver, names))
     for table in ("transitions", *BY_EPISODE):
@@ -197,7 +197,7 @@ async def mark_deleted(connection: AsyncConnection, key: str) -> Receipt:
     driver = await driver_of(connection)
     deletion = await begin_deletion(driver)
     # The episode may have been stored since the caller looked for it.
-    if (whole := await driver.fetchval(_WHOLE, key)) is not None:
+    if (whole := await driver.fetchval(_JOINED_EPISODE, key)) is not None:
         receipt = await delete_episode(connection, whole)
         assert receipt is not None
         return receipt
@@ -236,18 +236,17 @@ def _tombstone_names(keys: Sequence[str], calls: Sequence[Any]) -> list[Named]:
     ]
 
 
-async def store_additions_whole(
+async def rewrite_dependent_calls(
     connection: AsyncConnection, driver: Driver, ids: Sequence[UUID], calls: Sequence[UUID]
 ) -> int:
-    """Make calls of other episodes independent of `calls`, which are about to be deleted.
+    """Store in full the calls of other episodes that are stored as additions to `calls`.
 
-    Such a call is stored as an addition to one of `calls`; afterwards it is stored whole. `ids` are
-    the episodes of `calls`. Return how many calls were stored whole.
+    Afterwards `calls` can be deleted. `ids` are their episodes. Return how many were rewritten.
     """
-    additions = [row[0] for row in await driver.fetch(_ADDITIONS, ids, calls)]
-    if not additions:
+    dependent = [row[0] for row in await driver.fetch(_DEPENDENT_CALLS, ids, calls)]
+    if not dependent:
         return 0
-    texts_by_call = await whole_calls(connection, additions)
+    texts_by_call = await full_texts_of_calls(connection, dependent)
     for call, (request, prompt_ids) in texts_by_call.items():
         await driver.execute(_REWRITE, call, request, prompt_ids)
     return len(texts_by_call)

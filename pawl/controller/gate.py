@@ -26,7 +26,7 @@ from pawl.controller.comparison import MOST_SHARE, Comparison, canary_share
 from pawl.controller.evaluating import Evaluations
 from pawl.controller.evidence import ArmVersions, Evidence
 from pawl.controller.metrics import (
-    GATE_BOUND,
+    GATE_DIFFERENCE_BOUND,
     GATE_EPISODES,
     GATE_FAILED,
     GATE_FROZEN,
@@ -406,14 +406,14 @@ class PolicyGate:
         """Set the gauges of a comparison."""
         figures = comparison.figures(RENEWED)
         for bound in BOUNDS:
-            GATE_BOUND.labels(self._name, compared, bound).set(getattr(figures, bound))
+            GATE_DIFFERENCE_BOUND.labels(self._name, compared, bound).set(getattr(figures, bound))
         for arm in ARMS:
             GATE_EPISODES.labels(self._name, compared, arm).set(getattr(figures, arm).episodes)
 
     def _remove_gauges(self, compared: Compared) -> None:
         if self._evidence.pop(compared, None) is not None:
             for bound in BOUNDS:
-                GATE_BOUND.remove(self._name, compared, bound)
+                GATE_DIFFERENCE_BOUND.remove(self._name, compared, bound)
             for arm in ARMS:
                 GATE_EPISODES.remove(self._name, compared, arm)
 

@@ -5,12 +5,12 @@ from prometheus_client import Counter, Gauge
 REPLICA_UP = Gauge(
     "pawl_controller_replica_up", "1 while a replica of the model server answers.", ["replica"]
 )
-MISSING = Gauge(
+MISSING_ADAPTERS = Gauge(
     "pawl_controller_missing_adapters",
     "Servable versions that a replica that answers does not have loaded.",
     ["replica"],
 )
-LOADS = Counter(
+ADAPTER_LOADS = Counter(
     "pawl_controller_loads_total",
     "Tries to load an adapter that a replica lacked or had with other files: `loaded`, `replaced`"
     " (it had other files), `refused`, `altered` (the files have changed since they were written),"
@@ -18,23 +18,23 @@ LOADS = Counter(
     " it differently from the trainer).",
     ["replica", "outcome"],
 )
-ALTERED = Gauge(
+ALTERED_ADAPTERS = Gauge(
     "pawl_controller_altered_adapters",
     "Servable versions that are not loaded as their files are not those that were written.",
     ["version"],
 )
-MISSERVED = Gauge(
+MISSERVED_ADAPTERS = Gauge(
     "pawl_controller_misserved_adapters",
     "Servable versions unloaded from a replica that applied them differently from the trainer.",
     ["replica", "version"],
 )
-STORE_UP = Gauge("pawl_controller_database_up", "1 while the controller reads the database.")
+DATABASE_UP = Gauge("pawl_controller_database_up", "1 while the controller reads the database.")
 GATE_MOVES = Counter(
     "pawl_controller_gate_moves_total",
     "Versions that the gate gave another state, by what they became.",
     ["policy", "to"],
 )
-GATE_BOUND = Gauge(
+GATE_DIFFERENCE_BOUND = Gauge(
     "pawl_controller_gate_bound",
     "Bounds of the difference of mean rewards, new version less old: canary less serving version"
     " (`trial`), or serving version less control (`watch`).",

@@ -12,7 +12,14 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller.metrics import ALTERED, LOADS, MISSERVED, MISSING, REPLICA_UP, STORE_UP
+from pawl.controller.metrics import (
+    ADAPTER_LOADS,
+    ALTERED_ADAPTERS,
+    DATABASE_UP,
+    MISSERVED_ADAPTERS,
+    MISSING_ADAPTERS,
+    REPLICA_UP,
+)
 from pawl.controller.reconciler import OUTCOMES, Reconciler
 from store.adapter_slots import unload_unused_versions
 from store.metrics import begin_at_zero
@@ -91,7 +98,7 @@ class ServableVersions:
             self._engine, self._read_at, is_up = engine, read_at, True
         finally:
             self.up = is_up
-            STORE_UP.set(is_up)
+            DATABASE_UP.set(is_up)
         if not all(each.is_checked for each in self.reconcilers):
             return
         serving = {one.name: one.served_name for one in self.versions if one.state == "serving"}
@@ -113,16 +120,18 @@ class ReplicaController:
     def __init__(self, server: ModelServer, servable: ServableVersions, poll_s: float) -> None:
         """Reconcile `server` with `servable` every `poll_s` seconds."""
         url = server.url
-        self.reconciler = Reconciler(server, lambda outcome: LOADS.labels(url, outcome).inc())
+        self.reconciler = Reconciler(
+            server, lambda outcome: ADAPTER_LOADS.labels(url, outcome).inc()
+        )
         servable.reconcilers.append(self.reconciler)
         self._url = url
         self._servable = servable
         self._poll_s = poll_s
         self._up: bool | None = None
         failures = (outcome for outcome, _ in OUTCOMES.values())
-        begin_at_zero({LOADS: [[url], ("loaded", "replaced", "refused", *failures)]})
+        begin_at_zero({ADAPTER_LOADS: [[url], ("loaded", "replaced", "refused", *failures)]})
         REPLICA_UP.labels(url).set(0)
-        MISSING.labels(url).set(0)
+        MISSING_ADAPTERS.labels(url).set(0)
 
     async def reconcile_forever(self) -> None:
         """Reconcile the replica repeatedly; never return."""
@@ -138,7 +147,7 @@ class ReplicaController:
                 self._note_answer(False, str(error))
             except Exception:
                 log.exception("replica_not_kept", replica=self._url)
-            MISSING.labels(self._url).set(self.reconciler.missing)
+            MISSING_ADAPTERS.labels(self._url).set(self.reconciler.missing)
             await asyncio.sleep(self._poll_s)
 
     def _note_answer(self, up: bool, reason: str | None = None) -> None:
@@ -160,17 +169,17 @@ def show_troubles(controllers: Iterable[ReplicaController]) -> dict[str, dict[st
     altered: dict[str, object] = {}
     unread: dict[str, object] = {}
     misserved: dict[str, dict[str, str]] = {}
-    ALTERED.clear()
-    MISSERVED.clear()
+    ALTERED_ADAPTERS.clear()
+    MISSERVED_ADAPTERS.clear()
     for controller in controllers:
         url = controller.reconciler.server.url
         for name, error in controller.reconciler.troubles.items():
             if isinstance(error, FilesAltered):
                 altered[name] = str(error)
-                ALTERED.labels(name).set(1)
+                ALTERED_ADAPTERS.labels(name).set(1)
             elif isinstance(error, FilesUnread | NotFetched):
                 unread[name] = str(error)
             elif isinstance(error, Misserved):
                 misserved.setdefault(url, {})[name] = str(error)
-                MISSERVED.labels(url, name).set(1)
+                MISSERVED_ADAPTERS.labels(url, name).set(1)
     return {"altered": altered, "unread": unread, "misserved": {**misserved}}

@@ -27,7 +27,7 @@ from pawl.stack.preflight import GIB
 from proxy.errors import BadUpstreams
 from proxy.ingester.removing import LETTER_SUFFIX, LETTERS_FOLDER
 from proxy.upstreams.upstreams import check_upstreams
-from store.adapter_slots import count_live_versions, kept_versions
+from store.adapter_slots import count_live_versions, versions_kept_for_episodes
 from store.claim_query import waiting_episodes, waiting_updates
 from store.database import database_time, explain_error, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
@@ -329,7 +329,7 @@ async def _read_policy(
         standing=standing,
         waits=None if not tried else await approval_event(connection, tried.version),
         live=await count_live_versions(connection, name, known=known),
-        kept=tuple(await kept_versions(connection, name)),
+        kept=tuple(await versions_kept_for_episodes(connection, name)),
         # Fetched versions are in another folder on each machine.
         servable=tuple(
             replace(one, adapter_path=None) if settings.adapter_source else one for one in servable

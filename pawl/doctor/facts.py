@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from store.adapter_slots import KeptVersion, LiveCounts
+from store.adapter_slots import LiveCounts, VersionKeptForEpisodes
 from store.claim_query import ClaimRule
 from store.read.agreement import Agreement
 from store.read.gates import GatedPolicy
@@ -29,7 +29,7 @@ class Drain(Record, frozen=True, kw_only=True):
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """A reply of `/readyz`: `altered`, `unread` and `misserved` are a controller's alone."""
+    """A reply of `/readyz`; only a controller's has `altered`, `unread` and `misserved`."""
 
     status: str = ""
     database: str = ""
@@ -71,7 +71,7 @@ class ProcessAnswer(Record, frozen=True, kw_only=True):
 
 
 class ReplicaAnswer(Record, frozen=True, kw_only=True):
-    """The models that a replica of the model server lists, or `why_not`, the reason for none."""
+    """The models that a replica of the model server lists; if it does not answer, `why_not`."""
 
     url: str
     why_not: str | None = None
@@ -90,11 +90,13 @@ class Disk(Record, frozen=True, kw_only=True):
 class PolicyFacts(Record, frozen=True, kw_only=True):
     """Stored facts about a policy to train.
 
-    `recipe` and `rule` are None if the recipe cannot be read. `ready` counts episodes with a reward
-    that may be claimed, and `updates` is how many updates the waiting signal suffices for. `lacks`
-    counts episodes with feedback and no reward, by reason. `servable` has the versions that servers
-    should have, without recently changed ones. `waits` is the event that made a version wait for a
-    person. `judges` are the judges whose scores count as rewards.
+    `rule` is the rule for claiming; it and `recipe` are None if the recipe cannot be read.
+    `ready` counts episodes with a reward that may be claimed.
+    `updates` is how many updates the waiting signal suffices for. `lacks` counts episodes with
+    feedback and no reward, by reason. `servable` has the trained versions that servers should have,
+    without recently changed ones. `waits` is the event that made a version wait for a person.
+    `judges` has the agreement with facts of each judge that gave rewards, even if its rewards are
+    ignored.
     """
 
     about: BegunPolicy
@@ -110,7 +112,7 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     judges: tuple[Agreement, ...] = ()
     servable: tuple[PolicyVersion, ...] = ()
     live: LiveCounts | None = None
-    kept: tuple[KeptVersion, ...] = ()
+    kept: tuple[VersionKeptForEpisodes, ...] = ()
 
     @property
     def name(self) -> str:
@@ -120,11 +122,11 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
 class Facts(Record, frozen=True, kw_only=True):
     """All facts of the doctor at the time `now`.
 
-    `data_url` is where agents call. `unusable` has the reason for each setting whose file cannot be
-    used. `tenant` limits the facts to one tenant (None: all). `database` is why the database does
-    not answer; with `is_late` it did not answer all questions in time. `unbegun` are policies of
-    the file that no trainer ever began. `letters` counts dead letters in the spool of this machine.
-    `spinning` are environment variables that make waiting threads spin.
+    `data_url` is where agents call. `unusable` maps each setting whose file cannot be used to the
+    reason. `tenant` limits the facts to one tenant (None: all). `database` is why the database
+    cannot be used (None: it can); with `is_late` it did not answer all questions in time. `unbegun`
+    are policies of the file that no trainer ever began. `letters` counts dead letters in the spool
+    of this machine. `spinning` are environment variables that make waiting threads spin.
     """
 
     now: datetime

@@ -76,8 +76,8 @@ STRING: Final = b'"'
 NUMBER: Final = b"-0123456789"
 # A string that is cut off reaches to the end of the data.
 _STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
-_BRACKET: Final = re.compile(_STRING + rb"|[{}\[\]]", re.DOTALL)
-_SCALAR: Final = re.compile(_STRING + rb"|[^,\]}\s]*", re.DOTALL)
+_STRING_OR_BRACKET: Final = re.compile(_STRING + rb"|[{}\[\]]", re.DOTALL)
+_STRING_OR_WORD: Final = re.compile(_STRING + rb"|[^,\]}\s]*", re.DOTALL)
 _EMPTY_LIST: Final = re.compile(rb"\[\s*\]")
 
 
@@ -124,7 +124,7 @@ def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
     if first_byte in ARRAY + OBJECT:
         empty = member.unless_empty and _EMPTY_LIST.match(data, at) is not None
         return None if empty else _end_of_container(data, at)
-    match = _SCALAR.match(data, at)
+    match = _STRING_OR_WORD.match(data, at)
     end = len(data) if match is None else match.end()
     return end if member.only is None or data[at:end] == member.only else None
 
@@ -132,7 +132,7 @@ def _end_of_value(data: bytes, at: int, member: Replacement) -> int | None:
 def _end_of_container(data: bytes, at: int) -> int:
     """Return the end of the list or object at `at`, or the data's end if it is cut off."""
     depth = 0
-    while (token := _BRACKET.search(data, at)) is not None:
+    while (token := _STRING_OR_BRACKET.search(data, at)) is not None:
         at = token.end()
         bracket_or_string = token[0]
         if not bracket_or_string.startswith(b'"'):

@@ -107,7 +107,7 @@ class Database:
         self.serving: dict[str, int] = {}
         self._set_metrics(self._file.read() or [])
 
-    def engine(self) -> AsyncEngine | None:
+    def engine_if_connected(self) -> AsyncEngine | None:
         """Return the engine, or None before the first connection; the database may be away now."""
         return self._engine
 

@@ -245,7 +245,7 @@ class Drainer:
     def __init__(
         self,
         root: Path,
-        connect: Callable[[], AsyncEngine | None],
+        engine_if_connected: Callable[[], AsyncEngine | None],
         *,
         batch: int = BATCH,
         readers: ResultReaders = NO_READERS,
@@ -256,12 +256,11 @@ class Drainer:
     ) -> None:
         """Begin with the state `moving`; `root` has a folder for each worker.
 
-        `connect` returns the engine, or None while there is no connection. `counted_before` is the
-        number of records on disk that an earlier ingester counted already. Replies longer than
-        `most_reply` bytes are not read.
+        `counted_before` is the number of records on disk that an earlier ingester counted already.
+        Replies longer than `most_reply` bytes are not read.
         """
         self._root = root
-        self._connect = connect
+        self._engine_if_connected = engine_if_connected
         self._batch = batch
         self._writer = BatchWriter(root, readers, most_reply, redactor, send_spans)
         self.outages = RecordingOutages(root)
@@ -310,7 +309,11 @@ class Drainer:
     async def _await_connection(self) -> None:
         """Pause for `RETRY_S` seconds, or until the first connection has been made."""
         over = monotonic() + RETRY_S
-        while self._connect() is None and monotonic() < over and not self._stopping.is_set():
+        while (
+            self._engine_if_connected() is None
+            and monotonic() < over
+            and not self._stopping.is_set()
+        ):
             await self._pause(IDLE_PAUSE_S)
 
     async def _note_failure(self, error: Exception) -> None:
@@ -327,7 +330,7 @@ class Drainer:
 
     async def _database_keeps_failing(self, error: Exception) -> bool:
         """Return whether PostgreSQL answers but keeps failing; this never raises."""
-        engine = self._connect()
+        engine = self._engine_if_connected()
         try:
             return engine is not None and await self._writer.count_error(engine, error)
         except Exception:
@@ -349,7 +352,7 @@ class Drainer:
             return
 
     async def count(self) -> None:
-        """Count the records that the workers have written up to now.
+        """Count the records that the workers have written up to now, as waiting ones.
 
         If storing the present batch takes longer than `COUNT_WAIT_S`, they are counted later: a
         scrape of the metrics must not wait for PostgreSQL.
@@ -377,7 +380,7 @@ class Drainer:
             self._busy.release()
 
     async def _count_rest(self, segment: Segment) -> None:
-        """Count a segment's records to its end, with as many reads as it takes.
+        """Count a segment's uncounted records as waiting, with as many reads as it takes.
 
         Raises:
             OSError: it cannot be read.
@@ -411,7 +414,7 @@ class Drainer:
 
         Without a connection to the database, only count them, and return None.
         """
-        engine = self._connect()
+        engine = self._engine_if_connected()
         if engine is None:
             await self.outages.outages_to_store()
             await self.count()

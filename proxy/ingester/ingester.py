@@ -103,7 +103,7 @@ async def _run_with_lock(
         spans = Spans()
     drainer = Drainer(
         settings.spool_dir,
-        database.engine,
+        database.engine_if_connected,
         readers=settings.tool_results,
         counted_before=count_unsettled(),
         most_reply=settings.max_reply_mb * 2**20,
@@ -142,33 +142,36 @@ async def _run_with_lock(
 
 def _start_side_tasks(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
     """Start the ingester's periodic tasks; each runs until it is cancelled."""
-    root, connect, days = settings.spool_dir, database.engine, settings.keep_days
+    root, days = settings.spool_dir, settings.keep_days
+    engine_if_connected = database.engine_if_connected
     files, deleted = KeyFiles(root), DeadLetterCleaner(root)
     work = {
-        "clean-keys": repeat(partial(clean_keys, files), connect, CLEAN_KEYS_EVERY_S),
-        "evaluations": repeat(show_evaluations, connect, SHOW_EVALUATIONS_EVERY_S, 0.0),
-        "deleted": repeat(deleted.remove, connect, REMOVE_DELETED_EVERY_S),
+        "clean-keys": repeat(partial(clean_keys, files), engine_if_connected, CLEAN_KEYS_EVERY_S),
+        "evaluations": repeat(show_evaluations, engine_if_connected, SHOW_EVALUATIONS_EVERY_S, 0.0),
+        "deleted": repeat(deleted.remove, engine_if_connected, REMOVE_DELETED_EVERY_S),
         "pending": repeat(
             partial(remove_pending, settings.keep_pending_days),
-            *(connect, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S),
+            *(engine_if_connected, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S),
         ),
     }
     if days is not None:
         remove = partial(remove_outdated, root, days)
-        work["outdated"] = repeat(remove, connect, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S)
+        work["outdated"] = repeat(
+            remove, engine_if_connected, REMOVE_OUTDATED_EVERY_S, FIRST_REMOVE_OUTDATED_S
+        )
     return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
 
 
 async def repeat(
     work: Callable[[AsyncEngine | None], Awaitable[None]],
-    connect: Callable[[], AsyncEngine | None],
+    engine_if_connected: Callable[[], AsyncEngine | None],
     pause_s: float,
     first_s: float | None = None,
 ) -> None:
     """Repeat work until cancelled; a failure is logged, and the work is tried again.
 
-    `connect` returns the engine to pass to `work`, None before the first connection. `first_s` is
-    the pause before the first run (None: `pause_s`). Later pauses take `pause_s`, or
+    `work` gets the engine, or None before the first connection. `first_s` is the pause before the
+    first run (None: `pause_s`). Later pauses take `pause_s`, or
     `LEAST_PAUSE_RATIO` times as long as the work before, if that is longer.
     """
     task = asyncio.current_task()
@@ -177,7 +180,7 @@ async def repeat(
     while True:
         began = perf_counter()
         try:
-            await work(connect())
+            await work(engine_if_connected())
         except Exception as error:
             # This task must not end.
             write_log = log.warning if is_unavailable(error) else log.exception

@@ -50,7 +50,7 @@ class SharedPins:
         """Store the descriptor `page` of the open file."""
         self.page = page
 
-    def kept_version(self, policy: str, episode: str) -> int | None:
+    def pinned_version(self, policy: str, episode: str) -> int | None:
         """Return the version of `policy` that an episode keeps, or None if none is known."""
         digest, number = _digest_and_set(policy, episode)
         try:

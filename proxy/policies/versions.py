@@ -156,8 +156,8 @@ def _why_not(version: PolicyVersion) -> str:
 class Versions:
     """The serving versions of all policies, and the versions that episodes keep.
 
-    This class has no clock, and its only I/O is on the workers' shared memory: the worker calls
-    `replace` with new versions.
+    This class has no clock, and its only I/O is on the workers' shared memory and in `catch_up`:
+    the worker calls `replace` with new versions.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Versions:
 
     def _pin_version_of_others(self, policy: str, episode: str) -> bool:
         """Pin the version that another worker chose; return False if there is none to serve."""
-        kept = None if self._shared is None else self._shared.kept_version(policy, episode)
+        kept = None if self._shared is None else self._shared.pinned_version(policy, episode)
         if kept is None or not self._can_serve(policy, kept):
             return False
         self.pin(policy, episode, kept)
@@ -413,7 +413,7 @@ class Versions:
         """Return the version that `_promise_versions` promised an episode, or None; forget it."""
         promised = self._promised.pop((policy, episode), None)
         if promised is None and self._shared is not None and self._live_together_with(policy):
-            return self._shared.kept_version(policy + _PROMISED, episode)
+            return self._shared.pinned_version(policy + _PROMISED, episode)
         return promised
 
     def _live_together_with(self, policy: str) -> list[str]:

@@ -131,7 +131,7 @@ class ReadableParts(NamedTuple):
     tool_calls: _ToolCalls
 
 
-class WholeTexts(NamedTuple):
+class FullTexts(NamedTuple):
     """Whole requests and prompt ids by call id (`of`), and why the others are `damaged`.
 
     A call's id is a key of exactly one of the two.
@@ -146,7 +146,7 @@ def assemble(
     rows: Sequence[Any],
     events: Iterable[Any],
     feedback: Iterable[Any],
-    whole: WholeTexts,
+    whole: FullTexts,
     trained_at: datetime | None = None,
 ) -> Episode:
     """Return the episode made of `parts`, which are sorted from the earliest on.
@@ -301,9 +301,9 @@ def rebuild_calls(
     return made, damaged
 
 
-def whole_texts(rows: Sequence[Any]) -> WholeTexts:
+def full_texts(rows: Sequence[Any]) -> FullTexts:
     """Rebuild each call's request and prompt ids; `rows` include all bases of the calls."""
-    return WholeTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_request_and_prompt))
+    return FullTexts(*rebuild_calls(rows, [row.id for row in rows], _rebuild_request_and_prompt))
 
 
 def _rebuild_request_and_prompt(row: Any, base: Any, whole: Texts | None) -> Texts:
@@ -316,11 +316,11 @@ def _rebuild_request_and_prompt(row: Any, base: Any, whole: Texts | None) -> Tex
     if row.prompt_prefix is None:
         raise ValueError(INCOMPLETE_DELTA)
     context = whole[1] + base.sampled_ids
-    request = whole_request(row, base, whole[0])
+    request = full_request(row, base, whole[0])
     return request, rebuild(context, row.prompt_prefix, 0, row.prompt_ids)
 
 
-def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
+def full_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
     """Return a call's request, which may be stored as an addition to the request `base`.
 
     Raises:
@@ -333,7 +333,7 @@ def whole_request(row: Any, _: Any, base: bytes | None) -> bytes | None:
     return rebuild(base or b"", row.request_prefix, row.request_suffix, row.request)
 
 
-def _readable(row: Any, whole: WholeTexts) -> ReadableParts:
+def _readable(row: Any, whole: FullTexts) -> ReadableParts:
     """Return a call's rebuilt and parsed parts, after checking that they are consistent."""
     if row.id in whole.damaged:
         raise Damaged(whole.damaged[row.id])

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.claim_query import HAS_ROLLED_BACK, OUTSIDE_FAULT_TIMES
 from store.claims import episodes_of_claim
-from store.read.assembly import ToolsByCall, assign_tools, rebuild_calls, whole_request
+from store.read.assembly import ToolsByCall, assign_tools, full_request, rebuild_calls
 from store.records import OWN_EPISODE, Record
 from store.tenants import tenant_of
 from store.values.packing import ITEM_BYTES
@@ -226,7 +226,7 @@ async def _requests(
 ) -> dict[UUID, bytes]:
     """Return these calls' whole requests, but for damaged ones and any of over `most` bytes."""
     rows = await connection.execute(_CHAIN, {"ids": list(wanted), "most": most})
-    made, _ = rebuild_calls(rows.all(), wanted, whole_request)
+    made, _ = rebuild_calls(rows.all(), wanted, full_request)
     return made
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Row, Text, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import Damaged
-from store.read.assembly import Texts, WholeTexts, assemble, group_rows, whole_texts
+from store.read.assembly import FullTexts, Texts, assemble, full_texts, group_rows
 from store.records import Episode
 from store.schema.tables import consumptions, episodes, feedback, tool_events, transitions, updates
 from store.tenants import SEPARATOR, bare, stored_prefix
@@ -121,14 +121,16 @@ async def _fetch_rows(connection: AsyncConnection, query: Any) -> Sequence[Row[A
     return (await connection.execute(query)).all()
 
 
-async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[UUID, Texts]:
-    """Return the whole request and prompt ids of these calls, without damaged calls."""
+async def full_texts_of_calls(
+    connection: AsyncConnection, ids: Sequence[UUID]
+) -> dict[UUID, Texts]:
+    """Return request and prompt ids of these calls, rebuilt in full; damaged calls are left out."""
     calls = await _fetch_rows(connection, _CALLS.where(transitions.c.id.in_(list(ids))))
     texts = await _rebuild_texts(connection, calls)
     return {row.id: texts.of[row.id] for row in calls if row.id in texts.of}
 
 
-async def _rebuild_texts(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
+async def _rebuild_texts(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> FullTexts:
     """Rebuild the texts of calls, after reading the bases that they are stored as additions to.
 
     A base belongs to another episode only if a join by conversation prefix is in doubt.
@@ -141,4 +143,4 @@ async def _rebuild_texts(connection: AsyncConnection, calls: Sequence[Row[Any]])
         all_calls += rows
         known |= missing
         missing = {row.parent_id for row in rows if row.parent_id is not None} - known
-    return whole_texts(all_calls)
+    return full_texts(all_calls)

@@ -17,7 +17,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store import adapter_slots
-from store.adapter_slots import KeptVersion, LiveCounts, free_slots, needed_slots
+from store.adapter_slots import LiveCounts, VersionKeptForEpisodes, free_slots, needed_slots
 from trainer.errors import UpstreamAway
 from trainer.metrics import ADAPTER_SLOTS, LIVE_VERSIONS
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -90,17 +90,17 @@ class Pacing:
         slots only if it returns True.
         """
         slots, live = await self._lock_slots(connection)
-        free, kept = free_slots(live, slots), list[KeptVersion]()
+        free, kept = free_slots(live, slots), list[VersionKeptForEpisodes]()
         if free < needed_slots(live, slots, len(self._together)):
             if not await is_wanted():
                 self.waits = False
                 return False
-            kept = await adapter_slots.kept_versions(connection, self._policy)
+            kept = await adapter_slots.versions_kept_for_episodes(connection, self._policy)
         unloadable = [version for version in kept if version.may_be_unloaded]
         needed = self._needed_slots(live, slots, free + len(unloadable))
         self.waits = free + len(unloadable) < needed
         if not self.waits:
-            await _unload_kept(connection, unloadable[: max(0, needed - free)])
+            await _unload_for_slot(connection, unloadable[: max(0, needed - free)])
         self._show_wait(live, slots, kept)
         return not self.waits
 
@@ -112,9 +112,13 @@ class Pacing:
         """
         slots, live = await self._lock_slots(connection)
         missing = 1 - free_slots(msgspec.structs.replace(live, coming=0), slots)
-        kept = await adapter_slots.kept_versions(connection, self._policy) if missing > 0 else []
+        kept = (
+            await adapter_slots.versions_kept_for_episodes(connection, self._policy)
+            if missing > 0
+            else []
+        )
         unloadable = [version for version in kept if version.may_be_unloaded]
-        await _unload_kept(connection, unloadable[: max(0, missing)])
+        await _unload_for_slot(connection, unloadable[: max(0, missing)])
         return len(unloadable) >= missing
 
     async def _lock_slots(self, connection: AsyncConnection) -> tuple[int, LiveCounts]:
@@ -189,7 +193,9 @@ class Pacing:
             self._warned.add(event)
             log.warning(event, policy=self._policy, remedy=remedy, **values)
 
-    def _show_wait(self, live: LiveCounts, slots: int, kept: Sequence[KeptVersion]) -> None:
+    def _show_wait(
+        self, live: LiveCounts, slots: int, kept: Sequence[VersionKeptForEpisodes]
+    ) -> None:
         """Log when a wait for a slot begins, with the episodes it is for, and when it ends."""
         if self.waits == self._logged:
             return
@@ -203,8 +209,10 @@ class Pacing:
         log.info("trainer_waits_for_a_slot" if self.waits else "trainer_has_a_slot", **fields)
 
 
-async def _unload_kept(connection: AsyncConnection, versions: Sequence[KeptVersion]) -> None:
-    await adapter_slots.unload_kept(connection, versions, "its slot is needed", "trainer")
+async def _unload_for_slot(
+    connection: AsyncConnection, versions: Sequence[VersionKeptForEpisodes]
+) -> None:
+    await adapter_slots.unload_kept_versions(connection, versions, "its slot is needed", "trainer")
     for version in versions:
         log.info(
             "version_unloaded_for_slot",

@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.adapter_slots import kept_versions
+from store.adapter_slots import versions_kept_for_episodes
 from store.claim_query import ClaimRule
 from store.claims import NON_FINITE, Claim, end_unusable_claim, expire_episodes
 from store.database import driver_of
@@ -274,5 +274,5 @@ async def test_version_of_each_policy_is_in_use_while_an_episode_that_it_served_
     async with engine.begin() as connection:
         for version in (2, 3):
             await add_in_state(connection, "checks", version, "retired", ago_s=3600.0)
-        kept = await kept_versions(connection, "checks")
+        kept = await versions_kept_for_episodes(connection, "checks")
     assert {one.version: one.is_under_way for one in kept} == {2: False, 3: True}

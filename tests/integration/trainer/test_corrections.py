@@ -176,7 +176,7 @@ async def test_ppo_refuses_corrections_and_counts_them(
     assert (metrics["corrections"], metrics["corrections_refused"]) == (0, {"ppo": 1})
 
 
-async def test_correction_of_a_single_call_in_an_episode_is_trained(
+async def test_correction_of_one_of_an_episodes_calls_is_trained(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
     second = asked("t0-0", 22, "t0")

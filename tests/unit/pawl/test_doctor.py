@@ -12,7 +12,7 @@ from pawl.doctor.diagnosis import findings
 from pawl.doctor.facts import Disk, Drain, Facts, PolicyFacts, ProcessAnswer, Ready, ReplicaAnswer
 from pawl.doctor.outlook import describe_time
 from proxy.trainable import Reason
-from store.adapter_slots import KeptVersion, LiveCounts
+from store.adapter_slots import LiveCounts, VersionKeptForEpisodes
 from store.link.joins import DOUBTFUL_NEED
 from store.link.outages import LOST_CALL
 from store.read.agreement import Agreement
@@ -140,10 +140,10 @@ LONG_FULL = LiveCounts(serving=4, held=4, kept=1, coming=0)
 KEPT_FULL = LiveCounts(serving=1, held=1, kept=6, coming=0)
 
 
-def kept(number: int, *, is_under_way: bool = True) -> tuple[KeptVersion, ...]:
+def kept(number: int, *, is_under_way: bool = True) -> tuple[VersionKeptForEpisodes, ...]:
     """So many versions, one of which is kept for another 400 seconds at most, and so on."""
     return tuple(
-        KeptVersion(
+        VersionKeptForEpisodes(
             name="m",
             version=version,
             served_name=f"m@{version}",

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 from proxy.ingester.transcribe import transcribe
-from store.read.assembly import assemble, whole_texts
+from store.read.assembly import assemble, full_texts
 from store.schema.tables import transitions
 from store.write.rows import storable_call
 from store.write.bases import BaseCache
@@ -42,7 +42,7 @@ part = SimpleNamespace(
     id=call.id, key="e", root=None, task=None, joined_task=None, method="header",
     last_call_at=datetime.now(UTC), quarantined_reason=None, split="train", joined_split=None,
 )
-[read] = assemble([part], [row], [], [], whole_texts([row])).calls
+[read] = assemble([part], [row], [], [], full_texts([row])).calls
 column = transitions.c.request_bytes
 print(record.request_bytes, row.request_bytes, read.request_bytes)
 print(column.type, column.nullable, column.doc)

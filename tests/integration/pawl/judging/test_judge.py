@@ -731,7 +731,7 @@ async def test_users_next_message_scores_a_call_on_its_policys_scale(
     assert {one["source"] for one in said} == {judge.name}
 
 
-async def test_attempts_at_a_task_share_a_prompt_and_a_single_attempt_waits(
+async def test_attempts_at_a_task_share_a_prompt_and_a_tasks_only_attempt_waits(
     engine: AsyncEngine, session: aiohttp.ClientSession, upstream: FakeUpstream
 ) -> None:
     await store(engine, *(call(f"e{place}", task="t") for place in range(3)), call("x", task="u"))

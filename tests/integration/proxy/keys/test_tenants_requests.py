@@ -20,8 +20,8 @@ RESPONSE = {"id": "resp_1", "object": "response", "output": []}
 @pytest.fixture
 def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups take place once, and wait for a slow machine."""
-    monkeypatch.setattr(tenants, "RESPONSE_WAIT_S", 0.0)
-    monkeypatch.setattr(tenants, "RESPONSE_LOOKUP_S", 60.0)
+    monkeypatch.setattr(tenants, "STORED_RESPONSE_WAIT_S", 0.0)
+    monkeypatch.setattr(tenants, "STORED_RESPONSE_LOOKUP_S", 60.0)
 
 
 async def test_another_tenants_version_looks_like_an_unknown_version(

@@ -210,7 +210,7 @@ def test_custom_tools_are_recorded_as_constrained_sampling() -> None:
     assert recorded("responses", body, tool_tag="hermes")[1] == "constrained_sampling"
 
 
-def test_listed_structural_tags_match_vllms_tool_parsers_without_own_rules() -> None:
+def test_tags_are_those_of_vllms_tool_parsers_that_build_no_tag_themselves() -> None:
     from vllm.tool_parsers import _TOOL_PARSERS_TO_REGISTER, ToolParserManager
     from vllm.tool_parsers.abstract_tool_parser import ToolParser
 

@@ -72,7 +72,7 @@ async def test_an_episode_of_evaluation_is_never_claimed(engine: AsyncEngine) ->
 
 
 @pytest.mark.parametrize("turned", [False, True])
-async def test_single_evaluation_call_makes_its_episode_evaluation(
+async def test_one_evaluation_call_of_several_makes_its_episode_evaluation(
     engine: AsyncEngine, turned: bool
 ) -> None:
     calls = [call("e"), call("e", split="eval"), call("e")]
@@ -327,7 +327,7 @@ async def test_repeated_equal_attempts_at_a_task_do_not_narrow_the_interval(
     assert many[1] >= few[1] - 1e-9
 
 
-async def test_a_single_reward_that_is_not_0_or_1_has_no_interval(engine: AsyncEngine) -> None:
+async def test_mean_of_one_reward_that_is_not_0_or_1_has_no_interval(engine: AsyncEngine) -> None:
     await store(engine, call("a", split="eval"), reward(0.5, episode="a"))
     [point] = await curve(engine)
     assert (point.mean, point.low, point.high) == (0.5, None, None)

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.adapter_slots import DEFAULT_USUAL_S, kept_versions
+from store.adapter_slots import DEFAULT_USUAL_S, versions_kept_for_episodes
 from store.claim_query import ClaimRule
 from store.database import driver_of
 from store.questions import pinned_episodes, pinned_version
@@ -92,7 +92,7 @@ async def fill(engine: AsyncEngine, draw: Random) -> None:
 
 async def idle(engine: AsyncEngine, name: str = "m") -> list[int]:
     async with engine.connect() as connection:
-        kept = await kept_versions(connection, name)
+        kept = await versions_kept_for_episodes(connection, name)
     return sorted(one.version for one in kept if one.name == name and not one.is_under_way)
 
 

@@ -11,9 +11,9 @@ from store.adapter_slots import (
     RESERVED_S,
     LiveCounts,
     count_live_versions,
-    kept_versions,
     lock_slots,
-    unload_kept,
+    unload_kept_versions,
+    versions_kept_for_episodes,
 )
 from store.claims import begin_update, release
 from store.version_states import ensure_base
@@ -141,10 +141,10 @@ async def test_version_that_lost_the_traffic_first_gives_up_its_slot_first(
     async with engine.begin() as connection:
         control = "UPDATE policies SET share = 0.05 WHERE served_name = 'm@2'"
         await connection.execute(text(control))
-        kept = await kept_versions(connection, "m")
+        kept = await versions_kept_for_episodes(connection, "m")
         assert [one.served_name for one in kept] == ["n@1", "m@1", "n@2"]
         assert all(one.may_be_unloaded for one in kept)
-        await unload_kept(connection, kept, "slot", "trainer")
+        await unload_kept_versions(connection, kept, "slot", "trainer")
     found = await live(engine)
     assert (found.serving, found.held, found.kept) == (1, 1, 0)
 
@@ -159,7 +159,7 @@ async def test_version_with_episodes_under_way_gives_up_its_slot_last_and_after_
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE policies SET share = 0.05 WHERE version = 0"))
         await ingest(connection, [call(f"e{v}", policy_version=v) for v in (1, 2)])
-        kept = await kept_versions(connection, "m")
+        kept = await versions_kept_for_episodes(connection, "m")
     assert [(one.version, one.may_be_unloaded) for one in kept] == [
         (3, True),
         (1, True),

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from store import adapter_slots, version_queries, version_states
-from store.adapter_slots import LONGEST_KEPT_S, KeptVersion
+from store.adapter_slots import LONGEST_KEPT_S, VersionKeptForEpisodes
 from store.claims import list_updates
 from store.version_states import ensure_base
 from tests.support.controller.replicas import reconcile
@@ -125,17 +125,17 @@ async def test_version_promoted_during_eviction_keeps_its_slot(
             assert await loop.update_once()
             await later(bench, 100.0)
         await bench.fill("w")
-        kept_versions = adapter_slots.kept_versions
+        versions_kept_for_episodes = adapter_slots.versions_kept_for_episodes
 
-        async def then_promoted(*given: Any) -> list[KeptVersion]:
+        async def then_promoted(*given: Any) -> list[VersionKeptForEpisodes]:
             """Read which give way; an operator promotes one before any is unloaded."""
-            found = await kept_versions(*given)
+            found = await versions_kept_for_episodes(*given)
             assert [one.version for one in found] == [1]
             async with bench.engine.begin() as connection:
                 await version_states.promote(connection, "m", 1, reason="by hand", actor="operator")
             return found
 
-        monkeypatch.setattr(adapter_slots, "kept_versions", then_promoted)
+        monkeypatch.setattr(adapter_slots, "versions_kept_for_episodes", then_promoted)
         assert await loop.update_once()
         assert await unloaded(bench) == []
 

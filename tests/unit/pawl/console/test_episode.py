@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from pawl.console.episode import MOST_LANES, format_ranges, lanes_of, numbers_of, why_not_consumed
-from store.read.assembly import ToolsByCall, rebuild_calls, whole_request
+from store.read.assembly import ToolsByCall, full_request, rebuild_calls
 from store.read.detail import EpisodeDetail
 from store.values.packing import delta
 
@@ -108,7 +108,7 @@ def test_requests_stored_as_deltas_are_rebuilt_in_any_order_of_storage() -> None
         id=UUID(int=5), parent_id=UUID(int=6), request=b"", request_prefix=1, request_suffix=0
     )
     wanted = [UUID(int=4), UUID(int=5), UUID(int=2)]
-    made, lost = rebuild_calls(rows.values(), wanted, whole_request)
+    made, lost = rebuild_calls(rows.values(), wanted, full_request)
     assert made == {one: bodies[one] for one in (wanted[0], wanted[2])}
     assert list(lost) == [wanted[1]]
 

@@ -73,8 +73,8 @@ def test_all_workers_pin_an_episode_to_the_first_servable_version_proposed(
         if kept.get(key, 0) == 0:
             kept[key] = proposed
         assert got == kept[key]
-        assert {one: workers[0].kept_version(*one) for one in kept} == kept
-    assert workers[1].kept_version("p9", "e") is None
+        assert {one: workers[0].pinned_version(*one) for one in kept} == kept
+    assert workers[1].pinned_version("p9", "e") is None
 
 
 def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.M
     pins = SharedPins(os.memfd_create("pins"))
     for number in range(SET_ENTRIES + 1):
         assert pins.agree_on_version("m", f"e{number}", number, any_version) == number
-    assert [pins.kept_version("m", f"e{number}") for number in range(SET_ENTRIES + 1)] == [
+    assert [pins.pinned_version("m", f"e{number}") for number in range(SET_ENTRIES + 1)] == [
         None,
         *range(1, SET_ENTRIES + 1),
     ]
@@ -91,9 +91,9 @@ def test_full_set_of_shared_pins_loses_only_its_oldest_pin(monkeypatch: pytest.M
 def test_pins_of_policy_and_episode_names_do_not_collide() -> None:
     pins = SharedPins(os.memfd_create("pins"))
     assert pins.agree_on_version("m", "ab", 1, any_version) == 1
-    assert pins.kept_version("ma", "b") is None
+    assert pins.pinned_version("ma", "b") is None
     assert pins.agree_on_version("m", "\ud800", 2, any_version) == 2
-    assert pins.kept_version("m", "\ud800") == 2
+    assert pins.pinned_version("m", "\ud800") == 2
 
 
 def test_processes_that_propose_at_the_same_time_agree() -> None:
@@ -131,7 +131,7 @@ def test_worker_stopped_while_it_holds_the_lock_of_the_pins_blocks_no_other_work
         with capture_logs() as logs:
             assert pins.agree_on_version("m", "e", 1, any_version) == 1
         assert [entry["event"] for entry in logs] == ["version_not_shared"]
-        assert pins.kept_version("m", "e") is None
+        assert pins.pinned_version("m", "e") is None
     finally:
         holder.kill()
         holder.communicate()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.ids import lowest_id_at
-from store.read.assembly import whole_texts
+from store.read.assembly import full_texts
 from store.records import CallRecord
 from store.values.packing import delta, rebuild, shared_prefix
 from store.write.bases import MOST_TIPS, BaseCache
@@ -69,7 +69,7 @@ def stored(bases: BaseCache, calls: list[CallRecord]) -> list[Any]:
 
 
 def assert_whole(rows: list[Any], calls: list[CallRecord]) -> None:
-    found = whole_texts(rows)
+    found = full_texts(rows)
     assert found.of == {c.id: (c.request, c.tokens.prompt_ids) for c in calls}
     assert found.damaged == {}
 
@@ -138,7 +138,7 @@ def test_memory_of_calls_that_later_calls_add_to_is_bounded() -> None:
 
 
 def damaged(rows: list[Any]) -> list[str]:
-    return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
+    return [why.partition(": ")[2] for why in full_texts(rows).damaged.values()]
 
 
 def test_damage_spreads_only_to_calls_that_add_to_the_damaged_call() -> None:
@@ -147,7 +147,7 @@ def test_damage_spreads_only_to_calls_that_add_to_the_damaged_call() -> None:
     first, second = damaged(rows)
     assert "cannot be taken from a base of" in first
     assert second == "that call cannot be read back"
-    assert len(whole_texts(rows).of) == 4
+    assert len(full_texts(rows).of) == 4
 
 
 def test_calls_that_add_to_each_other_are_damaged() -> None:

@@ -50,7 +50,7 @@ def test_temperature_is_read_as_vllm_uses_it(asked: object, used: float | None) 
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.from_regex(r"[ +\-.0-9eE_]{0,8}")))
-def test_any_setting_is_read_as_a_finite_number_or_none(value: object) -> None:
+def test_any_value_of_a_setting_is_read_as_a_finite_number_or_as_none(value: object) -> None:
     found = number_of(value)
     assert found is None or math.isfinite(found)
     used = used_temperature(value)
@@ -58,7 +58,7 @@ def test_any_setting_is_read_as_a_finite_number_or_none(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -9999.0, 0.5, -1e30])
-def test_value_outside_its_range_is_no_log_probability(value: float) -> None:
+def test_bytes_with_an_impossible_log_probability_are_not_accepted(value: float) -> None:
     assert not are_logprobs(pack_logprobs([-1.0, value, -2.0]))
     assert are_logprobs(pack_logprobs([-1.0, 0.0, -9998.0, 1e-7]))
 
@@ -237,7 +237,7 @@ def test_recorded_grammar_of_every_kind_is_read(kind: Any) -> None:
         ),
     ],
 )
-def test_invalid_value_is_no_recorded_grammar(value: Any) -> None:
+def test_invalid_grammar_is_not_read_and_settings_with_it_are_refused(value: Any) -> None:
     assert read_grammar(value) is None
     if value is not None:
         with pytest.raises(ValueError, match="grammar"):
@@ -288,6 +288,6 @@ def test_tool_tag_survives_writing_and_reading(tag: ToolTag) -> None:
         '{"model": "hermes", "choice": "auto", "tools": [{"name": 7}]}',
     ],
 )
-def test_invalid_text_is_no_recorded_tool_tag(text: Any) -> None:
+def test_invalid_text_of_a_tool_tag_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_tag(text)

@@ -449,7 +449,7 @@ def two_agents() -> list[dict[str, Any]]:
     ]
 
 
-def test_assignment_identical_is_the_default_and_ignores_rewards_of_single_calls() -> None:
+def test_assignment_identical_is_the_default_and_ignores_rewards_stated_for_one_call() -> None:
     found = credited(two_agents(), air_lambda=0.0)
     assert found == credited(two_agents(), air_lambda=0.0, assignment="identical")
     assert {(line.episode, line.r_final) for line in found.values()} == {("a", 0.0), ("b", 1.0)}
@@ -472,7 +472,7 @@ def test_assignment_per_agent_takes_the_mean_of_the_rewards_of_an_agents_calls()
     assert [line.r_final for line in found.values()] == [0.75] * 3
 
 
-def test_reward_of_a_single_call_is_its_own_return() -> None:
+def test_reward_stated_for_one_of_several_calls_is_the_return_of_that_call() -> None:
     own = [call("1", feedback=[reward(0.0, 1), reward(1.0, 2)]), call("2")]
     found = credited([episode("a", 0.0, calls=own), episode("b", 0.0)], assignment="call")
     # Values 1 and 0 in a, 0 in b; means 0.5 and 0; s² = (0.75² + 0.25²)/2 + 0.25².

@@ -50,7 +50,7 @@ def test_attention_layers_with_a_window_are_counted_within_their_window() -> Non
     assert seen == 6.0 * flops.attention * (600 + 5050)
 
 
-def test_throughput_figures_cover_the_update_and_the_idle_time_before_it(
+def test_speed_is_of_training_alone_and_idle_share_of_the_time_since_the_last_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flops = ModelFlops(matrices=100, head=10, attention=0, windows=())

@@ -33,13 +33,13 @@ def calls(draw: st.DrawFn) -> list[ValuedCall]:
     return found
 
 
-def test_advantages_of_a_single_call_match_a_calculation_by_hand() -> None:
+def test_advantages_of_an_episode_with_one_call_match_a_calculation_by_hand() -> None:
     # δ = (0 + 0.4 − 0.5, 0 + 0.2 − 0.4, 1 + 0 − 0.2) = (−0.1, −0.2, 0.8), λ = 0.5
     (got,) = episode_advantages([call(1.0, 0.5, 0.4, 0.2)], 0.5)
     assert got == pytest.approx([-0.1 + 0.5 * 0.2, -0.2 + 0.5 * 0.8, 0.8], abs=1e-12)
 
 
-def test_advantages_of_two_calls_match_a_calculation_by_hand() -> None:
+def test_advantages_of_an_episode_with_two_calls_match_a_calculation_by_hand() -> None:
     # Identical credit: 0 after the first call, 1 after the second.
     # δ = (0.3 − 0.2, 0 + 0.5 − 0.3, 1 − 0.5) = (0.1, 0.2, 0.5), λ = 0.8
     first, second = episode_advantages([call(1.0, 0.2, 0.3), call(1.0, 0.5)], 0.8)
