@@ -217,7 +217,7 @@ async def roll_back_by_hand(
 
     Raises:
         UnknownPolicy: there is no such version.
-        WrongVersionState: the version gets no new episodes, or is the base model.
+        WrongVersionState: the version is not loaded, a canary or serving, or is the base model.
     """
     name, number = split_name(named)
     await policy_versions(connection, name, tenant)
@@ -313,8 +313,8 @@ async def retrain_by_hand(
 
     Raises:
         UnknownPolicy, UnknownNames: there is no such version, episode or API key.
-        WrongVersionState, StateChanged, RolledBack: the line cannot start there, or the version is
-            not loaded in time; the message says why.
+        WrongVersionState, StateChanged, RolledBack: nothing was trained yet, or the version cannot
+            serve, or is not loaded in time; the message says which.
     """
     async with engine.connect() as connection:
         versions = await policy_versions(connection, name, tenant)

@@ -553,7 +553,7 @@ class KeyFile:
         return None
 
     async def watch(self, take: Callable[[KeyRing | None], None]) -> None:
-        """Call `take` with the result of `read` whenever the file changes; never return."""
+        """Call `take` with the result of `read`, at once and after each change; never return."""
         while True:
             if self.has_changed():
                 take(self.read())

@@ -27,7 +27,8 @@ from store.tenants import bare, scoped, tenant_of
 from store.values.rewards import LARGEST, TERMS_OF_POLICY
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
-# Episodes of the last day are compared with facts, and attempts at a task with each other.
+# An episode of the last day is compared with facts about it, and an attempt at a task with others
+# that began at most so long before it, or later.
 COMPARED_WITHIN: Final = timedelta(days=1)
 
 

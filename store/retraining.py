@@ -126,7 +126,7 @@ async def retrain(
     Raises:
         UnknownPolicy: there is no such version.
         WrongVersionState: nothing was trained for the policy yet.
-        StateChanged, RolledBack: `version` cannot serve.
+        StateChanged, RolledBack: `version` cannot serve (`version_states.promote`).
     """
     values: dict[str, Any] = {"policy": policy, "version": version, "ids": list(left_out)}
 

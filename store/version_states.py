@@ -254,7 +254,7 @@ async def set_state(
 
     Raises:
         UnknownPolicy: there is no such version.
-        StateChanged, RolledBack: it cannot have that state.
+        StateChanged, RolledBack: as in `change_state`.
     """
     current = await lock_version(connection, name, version)
     await change_state(connection, current, state, **why)
@@ -647,7 +647,7 @@ async def roll_back(
 
     Raises:
         StateChanged: the version has another state by now; nothing was written.
-        WrongVersionState: the version is in none of these states, or is the base model.
+        WrongVersionState: the version is not loaded, a canary or serving, or is the base model.
     """
     name, number = version.name, version.version
     if version.state not in ("loaded", "canary", "serving") or not number:

@@ -4,8 +4,8 @@ With faults, the spool's disk is full or gives I/O errors for a while between tw
 200 gets a reply that is hard to store, and as often an unreadable segment is put into the spool.
 Each answered call must be stored, become a dead letter with a reason, or be counted as refused by
 the disk: the ledger then says that its episode misses a call, or that calls of that time were lost
-(a recording outage). After a fault nothing is killed until calls are recorded again, so that the
-ledger gets the episodes' names.
+(a recording outage). After a fault nothing is killed for some calls, so that the workers can tell
+the ledger the episodes' names.
 
 `measure_outage` stops the database for minutes instead: no request may fail, and all is stored.
 """
@@ -45,7 +45,7 @@ QUIET_S: Final = (0.05, 1.0)
 FAULT_S: Final = (0.3, 1.5)
 # Kills for each fault; there is at least one fault of each kind.
 KILLS_A_FAULT: Final = 4
-# After this many more calls, every worker with calls has reported its lost calls to the ledger.
+# After this many more calls, every worker with calls should have reported its lost calls.
 CALLS_AFTER_FAULT: Final = 20 * AT_ONCE
 CALLS_WITHIN_S: Final = 60.0
 DRAIN_S: Final = 120.0
@@ -148,7 +148,10 @@ async def kill_under_load(
 async def _fail_disk(
     stand: Stand, fault: Fault, seconds: float, load: Load, done: InjectedFaults
 ) -> None:
-    """Let the disk fail, and wait until every worker with calls has reported its losses."""
+    """Let the disk fail for `seconds`, and wait for `CALLS_AFTER_FAULT` complete calls.
+
+    If they do not come within `CALLS_WITHIN_S`, `done.stalled` notes it.
+    """
     assert stand.disk is not None
     await stand.disk.suffer(fault, seconds)
     done.faults[fault] += 1

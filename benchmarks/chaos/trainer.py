@@ -442,7 +442,10 @@ class Run:
         return pid, status
 
     def _finish(self) -> None:
-        """Start an undisturbed life; once every episode is consumed, ask it to stop."""
+        """Start an undisturbed life; ask it to stop once every episode is consumed.
+
+        If it makes no progress for `LONGEST_S`, note that, and ask it to stop.
+        """
         pid = self._start(None)
         status, progress, deadline = None, -1.0, 0.0
         while status is None and not self._all_spent():

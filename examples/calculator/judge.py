@@ -184,7 +184,7 @@ def describe(error: Exception) -> str:
 
 
 class Interrupted:
-    """A flag `yes`, set by SIGTERM and SIGINT: judge the lines already written, then end."""
+    """A flag `yes`, set by SIGTERM and SIGINT: judge the result lines so far, then end."""
 
     def __init__(self) -> None:
         self.yes = False

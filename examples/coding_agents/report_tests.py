@@ -64,7 +64,7 @@ def report(client: str, url: str) -> str:
         stderr=subprocess.DEVNULL,
     ).returncode
     if status in NOT_RUN or status < 0:
-        return f"{command!r} did not run to its end (status {status}): no reward"
+        return f"{command!r} could not be run, or was killed (status {status}): no reward"
     episode = episode_of(client, hook["session_id"], url)
     post(url, {"metric": "reward", "value": int(status == 0), "episode": episode})
     return f"reward {int(status == 0)} for {episode}"

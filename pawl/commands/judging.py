@@ -36,7 +36,7 @@ class JudgeFlags(Record, frozen=True, kw_only=True):
     relative: Annotated[
         bool,
         typer.Option(
-            "--relative", help="Judge all attempts at a task in one prompt, against each other."
+            "--relative", help="Judge the attempts at a task in one prompt, against each other."
         ),
     ] = False
     rubric: Annotated[

@@ -200,15 +200,15 @@ def _run_score(command: str) -> float:
     """Run a shell command, and return 1 for its status 0, else 0.
 
     Raises:
-        RolloutError: the command did not run to its end, for which the agent is not at fault.
+        RolloutError: the command could not be run, or was killed: the agent is not at fault.
     """
     status = subprocess.run(
         command, shell=True, check=False, env=without_pawl_settings(os.environ)
     ).returncode
     if status in NOT_RUN_STATUSES or status < 0:
         raise RolloutError(
-            f"--score: {command!r} did not run to its end (status {status}), so no reward is "
-            "posted: correct the command, and post the reward yourself"
+            f"--score: {command!r} could not be run, or was killed (status {status}), so no reward"
+            " is posted: correct the command, and post the reward yourself"
         )
     return float(status == 0)
 

@@ -108,7 +108,7 @@ class _Reader:
         return (own.low, own.high) if own else (0.0, 1.0)
 
     async def attempts_of(self, episode: str) -> list[tuple[str, bytes]]:
-        """Return key and export line of each attempt at an episode's task (see `AttemptsOf`)."""
+        """Return key and export line of the newest attempts at an episode's task (`AttemptsOf`)."""
         now = datetime.now(UTC)
         key, quiet_since = scoped(self._tenant, episode), now - self._quiet
         async with self._engine.connect() as connection:
@@ -137,8 +137,8 @@ async def _make_judge(
             raise JudgeError("--rubric is for a model that judges: name the model with --model")
         if not flags.command:
             raise JudgeError(
-                "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, with "
-                "--model and --rubric, with --tests or with --git"
+                "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, with --model"
+                " and --rubric, or with --relative, --next-turn, --tests or --git"
             )
         return ProgramJudge(tuple(flags.command), timeout_s=flags.timeout, name=flags.name)
     if flags.command:

@@ -1,4 +1,4 @@
-"""Ask a model to score all attempts at a task in one prompt, against each other.
+"""Ask a model to score the newest attempts at a task in one prompt, against each other.
 
 A model finds it easier to say which of two attempts is better than how good one is, and a group's
 advantages need no more than that (RULER, OpenPipe's ART). The attempts' common beginning is shown
@@ -36,7 +36,7 @@ MAX_ATTEMPTS: Final = 8
 # Most scores kept of attempts that were compared but not asked about yet.
 MOST_KNOWN: Final = 1000
 
-# Return key and export line of each attempt at an episode's task, the episode's own first.
+# Return key and export line of an episode, and of the newest other attempts at its task.
 AttemptsOf = Callable[[str], Awaitable[Sequence[tuple[str, bytes]]]]
 
 

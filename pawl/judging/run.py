@@ -55,7 +55,7 @@ RETRY_FACTOR: Final = 4.0
 # Pauses grow up to LONGEST_RETRY. The bounded exponent keeps the product within a timedelta.
 LONGEST_RETRY: Final = timedelta(hours=6)
 MAX_EXPONENT: Final = 10
-# Most tries while the judge cannot tell yet: within nine days.
+# Tries after which an episode that the judge cannot tell yet stays unscored: nine days.
 MOST_WAITS: Final = 40
 MAX_REASON: Final = 1000
 # A tool's status is posted as a fact, not as an opinion.

@@ -239,7 +239,7 @@ class RecentlyUsed(Generic[Key, Value]):
 def needed_fingerprints(
     turns: Turns, fields: dict[str, Any], conversation: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    """Return the fingerprints that a request needs, surest first.
+    """Return the fingerprints by which a request's earlier calls are found, surest first.
 
     They are of: the tool calls whose results it contains; the response that it continues; the
     conversation up to the newest reply that a message follows, and up to each of `EARLIER_REPLIES`

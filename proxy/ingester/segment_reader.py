@@ -106,7 +106,7 @@ class Segment:
         return self._with_file(Path.stat).st_size > self.counted.offset
 
     def pieces(self, place: FramePlace, most: int | None, *, sealed: bool) -> list[Piece]:
-        """Return the next pieces from `place` on: those that one read gives, at most `most`.
+        """Return the next pieces from `place` on: those of one read, at most `most` pieces.
 
         `sealed` says that the segment will not grow, so that an incomplete frame is damaged.
 

@@ -67,7 +67,7 @@ class VersionFile:
             take(versions)
 
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
-        """Look for a changed file every `WATCH_S` seconds, as `take_if_changed`; never return."""
+        """Call `take_if_changed` every `WATCH_S` seconds; never return."""
         while True:
             self.take_if_changed(take)
             await asyncio.sleep(WATCH_S)

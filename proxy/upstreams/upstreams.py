@@ -216,7 +216,7 @@ class Upstreams:
         return {name: entry for name, entry in listed.items() if self._table.find(name) == number}
 
     async def sweep(self) -> None:
-        """Sweep the connections of every upstream periodically; never return."""
+        """Close idle and silent connections of all upstreams periodically; never return."""
         await asyncio.gather(*(member.server.sweep() for member in self._members))
 
     async def close(self) -> None:

@@ -50,11 +50,11 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
     airs: Mapping[str, Mapping[str, MovingAverage]] = {}
 
     def final_average(self, family: str, agent: str) -> MovingAverage:
-        """Return an agent's average of final rewards in a family; if below two, in the tenant."""
+        """Return an agent's average final reward in a family; of fewer than two, in the tenant."""
         return _family_or_tenant_average(self.families, family, agent)
 
     def air_average(self, family: str, agent: str) -> MovingAverage:
-        """Return an agent's average of AIR in a family; if below two values, in the tenant."""
+        """Return an agent's average AIR in a family; of fewer than two, in the tenant."""
         return _family_or_tenant_average(self.airs, family, agent)
 
     def updated(self, finals: NewReturns, airs: NewReturns) -> "MovingBaselines":

@@ -179,7 +179,7 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
 
 
 def check_initial_values(rows: Sequence[Row], initial: InitialValues) -> None:
-    """Check that all values are finite; averaging would spread NaN or infinity to all rows.
+    """Check that all initial values are finite; averaging would spread NaN to all rows.
 
     Raises:
         Unusable: some are not; their episodes are to blame, unless all rows have such values.
@@ -192,7 +192,7 @@ def check_initial_values(rows: Sequence[Row], initial: InitialValues) -> None:
     if not_finite:
         all_rows = len(not_finite) == len(rows)
         blamed = {} if all_rows else {row.episode_id: NOT_FINITE for row in not_finite}
-        raise Unusable("log-probabilities or values of some rows are not finite", blamed)
+        raise Unusable("log-probabilities or critic values of some rows are not finite", blamed)
 
 
 def episodes_to_blame(

@@ -29,7 +29,7 @@ from trainer.errors import RecipeError
 
 
 def _check_number(number: float) -> float:
-    """Refuse numbers that exceed PostgreSQL's integers, or its range of times as an interval."""
+    """Refuse a number above `MAX_INT32`, which PostgreSQL may not hold."""
     if number > MAX_INT32:
         raise ValueError(f"the number is too large; use one up to {MAX_INT32}")
     return number
@@ -76,7 +76,7 @@ class RecipeTable(BaseModel):
 
 
 class RewardOptions(RecipeTable):
-    """Set `[reward.METRIC]`: what a metric of `/feedback` adds to the reward."""
+    """The table `[reward.METRIC]`: what a metric of `/feedback` adds to the reward."""
 
     weight: Number = Field(
         default=1.0, description="Factor of the metric's value in the sum; below 0 for a cost."
@@ -116,7 +116,7 @@ class RewardOptions(RecipeTable):
 
 
 class ClaimOptions(RecipeTable):
-    """Set `[claim]`: the episodes that make an update (`store.claim_query.ClaimRule`)."""
+    """The table `[claim]`: the episodes that make an update (`store.claim_query.ClaimRule`)."""
 
     group_size: Count = Field(
         default=8,
@@ -149,7 +149,7 @@ class ClaimOptions(RecipeTable):
 
 
 class CreditOptions(RecipeTable):
-    """Set `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
+    """The table `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
 
     assignment: Literal["identical", "per_agent", "call"] = Field(
         default="identical",
@@ -245,7 +245,7 @@ Epochs = Annotated[
 
 
 class OptimizerOptions(RecipeTable):
-    """Set `[optimizer]`: AdamW at a constant rate."""
+    """The table `[optimizer]`: AdamW at a constant rate."""
 
     learning_rate: Positive | None = Field(
         default=None,
@@ -265,7 +265,7 @@ class OptimizerOptions(RecipeTable):
 
 
 class BatchOptions(RecipeTable):
-    """Set `[batch]`: how an update is computed; only `steps` changes the result."""
+    """The table `[batch]`: how an update is computed; only `steps` changes the result."""
 
     steps: Count = Field(default=1, description="Optimiser steps in an update.")
     micro_batch_tokens: Annotated[int, Field(strict=True, ge=64), AfterValidator(_check_number)] = (
@@ -279,7 +279,7 @@ class BatchOptions(RecipeTable):
 
 
 class OffPolicyOptions(RecipeTable):
-    """Set `[off_policy]`: limits for samples of another policy than the one in training."""
+    """The table `[off_policy]`: limits for samples of another policy than the one in training."""
 
     ratio_cap: Positive = Field(
         default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
@@ -325,7 +325,7 @@ class OffPolicyOptions(RecipeTable):
 
 
 class KlOptions(RecipeTable):
-    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
+    """The table `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
 
     coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
     place: Literal["loss", "reward"] = Field(
@@ -334,7 +334,7 @@ class KlOptions(RecipeTable):
 
 
 class PpoOptions(RecipeTable):
-    """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); other learners ignore them."""
+    """The table `[ppo]`: PPO's own numbers (arXiv:1707.06347); other learners ignore them."""
 
     clip: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
@@ -352,7 +352,7 @@ class PpoOptions(RecipeTable):
 
 
 class SftOptions(RecipeTable):
-    """Set `[sft]`: the episodes that the learner "sft" trains on; the other learners ignore it."""
+    """The table `[sft]`: episodes that the learner "sft" trains on; other learners ignore it."""
 
     min_reward: Number = Field(
         default=1.0,
@@ -369,7 +369,7 @@ class SftOptions(RecipeTable):
 
 
 class TeacherOptions(RecipeTable):
-    """Set `[teacher]`: a model with the policy's tokenizer, which "distill" trains towards."""
+    """The table `[teacher]`: the model that "distill" trains towards, with the same tokenizer."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] = Field(
         description="Base URL of the teacher's vLLM, with its /v1, as the trainer sees it; without "
@@ -384,7 +384,7 @@ class TeacherOptions(RecipeTable):
 
 
 class LoraOptions(RecipeTable):
-    """Set `[lora]`: the adapter's shape."""
+    """The table `[lora]`: the adapter's shape."""
 
     rank: Count = Field(
         default=16, description="LoRA rank; not above the model server's --max-lora-rank."
@@ -413,7 +413,7 @@ PublishMode = Literal["immediate", "evaluated", "canary"]
 
 
 class PublishOptions(RecipeTable):
-    """Set `[publish]`: the rules that decide which version gets the traffic."""
+    """The table `[publish]`: the rules that decide which version gets the traffic."""
 
     mode: PublishMode = Field(
         default="immediate",
@@ -520,7 +520,7 @@ class PublishOptions(RecipeTable):
 
 
 class EvaluationOptions(RecipeTable):
-    """Set `[evaluation]`: the held-out tasks that both versions answer in the mode "evaluated".
+    """The table `[evaluation]`: held-out tasks that both versions answer in the mode "evaluated".
 
     Either `command` or `python` runs the agent, as in `pawl rollout`. Paths are relative to the
     controller's working directory.
@@ -621,7 +621,7 @@ class Recipe(RecipeTable):
 
     @model_validator(mode="after")
     def _ppo_has_one_baseline(self) -> "Recipe":
-        """Refuse baselines and normalisations that compare episodes for PPO, which has a critic."""
+        """Refuse for PPO, which has a critic, other baselines and normalising by their spread."""
         if self.learner != "ppo":
             return self
         credit = self.credit
@@ -635,7 +635,7 @@ class Recipe(RecipeTable):
 
     @model_validator(mode="after")
     def _sft_and_distill_compare_nothing(self) -> "Recipe":
-        """Refuse settings that have no effect on SFT and distillation, or lose episodes there."""
+        """Refuse a baseline, a normalisation or a KL in the reward for SFT and distillation."""
         if self.learner not in ("sft", "distill"):
             return self
         credit = self.credit
@@ -652,7 +652,7 @@ class Recipe(RecipeTable):
 
     @model_validator(mode="after")
     def _teacher_fits_the_learner(self) -> "Recipe":
-        """Refuse distillation without a teacher or with groups, and a teacher without it."""
+        """Refuse "distill" without a teacher or with groups, and a teacher for other learners."""
         if (self.learner == "distill") != (self.teacher is not None):
             raise ValueError(
                 'teacher: learner "distill" needs a section [teacher], with url and model, and no'
@@ -664,7 +664,7 @@ class Recipe(RecipeTable):
 
     @model_validator(mode="after")
     def _publish_fits_the_reward_sum(self) -> "Recipe":
-        """Refuse a range or margin in `[publish]` that contradicts the sum in `[reward]`."""
+        """Refuse a sum of `[reward]` without a finite range, and a range or margin unfit for it."""
         if not self.reward:
             return self
         low, high = self.reward_rule.range

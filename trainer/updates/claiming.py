@@ -153,7 +153,7 @@ class Claiming:
         log.error(f"episodes_{reason}", update=str(update_id), episodes=spent, **metrics)
 
     async def consume_expired(self, parent: int) -> None:
-        """Consume the episodes that are too old for an update of version `parent`.
+        """Consume the stale and rolled-back episodes: no update of version `parent` may train them.
 
         Also set the gauges of episodes that lack a reward and of training warnings, and log each
         new warning. Do nothing within `EXPIRE_S` seconds of the last time, unless `parent` has

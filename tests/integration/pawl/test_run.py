@@ -149,7 +149,7 @@ async def test_missing_proxy_is_reported_before_the_agent_is_started(tmp_path: P
 async def test_score_command_that_cannot_run_posts_nothing(proxy: Proxy, tmp_path: Path) -> None:
     outcome = await run(tmp_path, proxy.url, "mini", "--score", "no-such-program", "--", "0")
     assert outcome.status == 2
-    assert "did not run to its end (status 127), so no reward is posted" in outcome.errors
+    assert "could not be run, or was killed (status 127), so no reward is posted" in outcome.errors
     [episode] = await proxy.episodes(2)
     assert not episode.feedback
 

@@ -85,7 +85,7 @@ class Load:
         await asyncio.gather(*self._clients)
 
     async def reached(self, calls: int) -> None:
-        """Wait until so many are complete."""
+        """Wait until `calls` calls are complete in all."""
         self._wanted = calls
         self._reached.clear()
         await self._reached.wait()

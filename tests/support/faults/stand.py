@@ -233,7 +233,7 @@ async def kill_and_start(postgres: EmbeddedPostgres) -> None:
 
 
 async def start_again(postgres: EmbeddedPostgres) -> None:
-    """Start it again; what is left of a killed one may hold its memory for a moment."""
+    """Start PostgreSQL; for `READY_S`, try again while a killed server's rest is in the way."""
     deadline = time.monotonic() + READY_S
     while True:
         try:
@@ -273,7 +273,7 @@ class Disk:
         }
 
     async def suffer(self, fault: Fault, seconds: float) -> None:
-        """Let it go wrong for so long; after that it is as it was."""
+        """Let the disk fail for `seconds`; after that it is as before."""
         if fault == "I/O errors":
             self._switch.touch()
             await asyncio.sleep(seconds)

@@ -76,8 +76,8 @@ def banned_sequences(
 ) -> tuple[Ids, ...]:
     """Return sequences of token ids, the banned words, that no sampled token may complete.
 
-    As in vLLM, a word after a space is banned, too, if it then has as many ids and another first
-    id.
+    As in vLLM, the ids of a word after a space are banned, too, if they are as many and begin with
+    another id.
     """
     sequences: list[Ids] = []
     for word in words:
@@ -392,9 +392,9 @@ def score_for_autograd(
 def drop_unlikely_tokens(logits: Tensor, distribution: Distribution) -> None:
     """Set the logits (R, V) of tokens that min-p, top-k and top-p drop to −∞, in place.
 
-    As in vLLM (`topk_topp_sampler.py`), each rule drops the logits below a threshold. At the
-    threshold of top-p, vLLM may drop some of several equal logits; here all survive, as with top-k
-    in both.
+    They are applied in this order, as in vLLM, and each drops the logits below a threshold. Logits
+    equal to it survive here. vLLM may drop some of these: with top-p, and on a GPU
+    (`topk_topp_triton.py`) with top-k, too.
     """
     if distribution.min_p > 0:
         _drop_below(logits, logits.amax(-1, keepdim=True) + math.log(distribution.min_p))
