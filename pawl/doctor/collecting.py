@@ -28,7 +28,7 @@ from proxy.errors import BadUpstreams
 from proxy.ingester.removing import LETTER_SUFFIX, LETTERS_FOLDER
 from proxy.upstreams.upstreams import check_upstreams
 from store.adapter_slots import count_live_versions, versions_kept_for_episodes
-from store.claim_query import waiting_episodes, waiting_updates
+from store.claim_query import waiting_updates
 from store.database import database_time, explain_error, is_too_slow, make_engine
 from store.embedded import EmbeddedPostgres
 from store.errors import BadPolicies, StoreError
@@ -266,7 +266,6 @@ async def _read_facts(
             unbegun=tuple(unbegun),
         )
         yield facts
-        ready = await waiting_episodes(connection)
         for about in _policies_to_train(begun, known, settings.policy, calls):
             spec = None if table is None else table.policy_named(about.name)
             try:
@@ -274,7 +273,7 @@ async def _read_facts(
             except RecipeError as error:
                 facts = replace(facts, unusable={"PAWL_RECIPE": str(error)})
                 recipe = None
-            policy = PolicyFacts(about=about, recipe=recipe, ready=ready.get(about.name, 0))
+            policy = PolicyFacts(about=about, recipe=recipe)
             policy = await _read_policy(connection, settings, policy, now, known)
             facts = replace(facts, policies=(*facts.policies, policy))
             yield facts

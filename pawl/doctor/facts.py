@@ -91,7 +91,6 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     """Stored facts about a policy to train.
 
     `rule` is the rule for claiming; it and `recipe` are None if the recipe cannot be read.
-    `ready` counts episodes with a reward that may be claimed.
     `updates` is how many updates the waiting signal suffices for. `lacks` counts episodes with
     feedback and no reward, by reason. `servable` has the trained versions that servers should have,
     without recently changed ones. `waits` is the event that made a version wait for a person.
@@ -103,7 +102,6 @@ class PolicyFacts(Record, frozen=True, kw_only=True):
     recipe: Recipe | None = None
     rule: ClaimRule | None = None
     counts: EpisodeCounts = EpisodeCounts()
-    ready: int = 0
     updates: float = 0.0
     lacks: Mapping[str, int] = NOTHING
     problems: Mapping[TrainingWarning, TrainingProblem] = {}

@@ -84,7 +84,6 @@ def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
         recipe=rule,
         rule=claim_rule(rule, "m"),
         counts=COUNTS,
-        ready=40,
         updates=1.0,
         standing=GatedPolicy(
             now=NOW,
