@@ -274,7 +274,9 @@ class Learner:
         return available_memory(self._model.device) + plan.loaded_bytes
 
     def _checkpoint(self, share: float) -> None:
-        checkpoint_layers(self._model.get_base_model(), share)
+        # While another learner holds the base, it is not changed: `_make_trainer` checkpoints it.
+        if self._model is not None:
+            checkpoint_layers(self._model.get_base_model(), share)
 
     def _checkpointed_share(self, rows: Sequence[Row], planned: int = 0) -> float:
         """Return the share of the layers to checkpoint, so that every process has room for `rows`.

@@ -12,7 +12,7 @@ from tests.support.training import ppo_recipe, recipe, rows
 from trainer.batches import LAYOUTS, Row
 from trainer.errors import Interrupted
 from trainer.learners.learner import Learner
-from trainer.learners.model import Base
+from trainer.learners.model import Base, is_checkpointed
 from trainer.recipes.recipe import KlOptions, LoraOptions
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("measured_once")]
@@ -155,3 +155,14 @@ def _tensors() -> int:
     gc.collect()
     kept = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum(one.numel() for one in kept if one.requires_grad)
+
+
+def test_smaller_micro_batches_hold_for_a_policy_whose_base_another_one_holds(
+    base: Base, tmp_path: Path
+) -> None:
+    """As after two killed trainers, before any policy trains: its layers are checkpointed."""
+    first, second = learner(base, "writer", tmp_path), learner(base, "checker", tmp_path)
+    first.halve_micro_batches(1)
+    assert not is_checkpointed(second._model.get_base_model())
+    first.restore(None)
+    assert is_checkpointed(first._model.get_base_model())
