@@ -35,8 +35,9 @@ from proxy.identity.identify import why_unusable
 from store.limited_bodies import LimitedResponse
 from store.records import REWARD, Record
 
-# Statuses of a shell that could not run the command.
-NOT_RUN_STATUSES: Final = (126, 127)
+# Statuses of a shell that could not run a command (126, 127), or whose command was killed by signal
+# N (128 + N, up to 64 of them).
+NOT_RUN_STATUSES: Final = range(126, 193)
 
 
 class RunFlags(Record, frozen=True, kw_only=True):

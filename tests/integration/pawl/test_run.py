@@ -146,10 +146,16 @@ async def test_missing_proxy_is_reported_before_the_agent_is_started(tmp_path: P
     assert "no proxy answers at" in outcome.errors
 
 
-async def test_score_command_that_cannot_run_posts_nothing(proxy: Proxy, tmp_path: Path) -> None:
-    outcome = await run(tmp_path, proxy.url, "mini", "--score", "no-such-program", "--", "0")
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [("no-such-program", 127), ("kill -9 $$", -9), ("sh -c 'kill -9 $$'; exit $?", 137)],
+)
+async def test_score_command_that_cannot_run_or_is_killed_posts_nothing(
+    proxy: Proxy, tmp_path: Path, command: str, status: int
+) -> None:
+    outcome = await run(tmp_path, proxy.url, "mini", "--score", command, "--", "0")
     assert outcome.status == 2
-    assert "could not be run, or was killed (status 127), so no reward is posted" in outcome.errors
+    assert f"could not be run, or was killed (status {status}), so no reward" in outcome.errors
     [episode] = await proxy.episodes(2)
     assert not episode.feedback
 
