@@ -25,8 +25,9 @@ from urllib.parse import unquote
 NAMES = re.compile(r"/(?:task|episode|agent|split)/[^/]+")
 EPISODE = re.compile(r"/episode/([^/]+)")
 HEADER = re.compile(r"^x-pawl-episode:\s*(\S.*?)\s*$", re.IGNORECASE | re.MULTILINE)
-# Statuses of a shell that could not run the command.
-NOT_RUN = (126, 127)
+# Statuses of a shell that could not run a command (126, 127), or whose command was killed by signal
+# N (128 + N, up to 64 of them).
+NOT_RUN = range(126, 193)
 
 
 def episode_of(client: str, session: str, url: str) -> str:

@@ -96,8 +96,9 @@ async def test_episode_named_in_address_or_header_overrides_the_session(
     ("tests", "named"),
     [
         ("", "TEST_COMMAND is not set"),
-        ("no-such-program", "did not run"),
-        ("kill $$", "did not run"),
+        ("no-such-program", "could not be run, or was killed (status 127)"),
+        ("kill $$", "could not be run, or was killed (status -15)"),
+        ("sh -c 'kill $$'; exit $?", "could not be run, or was killed (status 143)"),
     ],
 )
 async def test_stop_hook_says_why_the_tests_did_not_run(
