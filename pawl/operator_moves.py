@@ -111,7 +111,7 @@ async def approval_event(connection: AsyncConnection, version: PolicyVersion) ->
 
 
 def split_name(named: str) -> tuple[str, int | None]:
-    """Split `NAME@N` into policy and number; the number is None if there is none (pure)."""
+    """Split a version's name `NAME@N` into policy and number; None: it has no number (pure)."""
     name, at, number = named.rpartition("@")
     return (name, int(number)) if at and number.isdecimal() else (named, None)
 

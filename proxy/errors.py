@@ -73,7 +73,7 @@ class TooMany(ProxyError, status=429, fault="client", kind="rate_limit_error"):
 
 
 class BadRequest(ProxyError, status=400, fault="client", kind="invalid_request_error"):
-    """Report that the request cannot be understood; the message names the field and the remedy."""
+    """Report that the request cannot be understood; the message says what is wrong in it."""
 
 
 class KeyReused(BadRequest, status=409):

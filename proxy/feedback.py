@@ -211,7 +211,7 @@ LONG_BYTES: Final = 128 * 1024
 
 
 class RecentTargets:
-    """The policy versions that made the calls of the last `MAX_TARGETS` targets of feedback."""
+    """The policy version of the newest call of each of the last `MAX_TARGETS` feedback targets."""
 
     def __init__(self) -> None:
         self._earners: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
@@ -232,7 +232,7 @@ class RecentTargets:
             self._earners.popitem(last=False)
 
     def version_of_target(self, kind: str, target: str) -> tuple[str, str] | None:
-        """Return the policy and version that made a target's call, or None if not remembered."""
+        """Return policy and version of a target's newest call, or None if not remembered."""
         earner = self._earners.get((kind, target))
         if earner is None and kind == "episode":
             # An episode of a single call may have that call's id as its name.

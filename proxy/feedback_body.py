@@ -1,4 +1,4 @@
-"""Parse the body of POST /feedback; its errors name the field and the remedy (pure)."""
+"""Parse the body of POST /feedback; errors in a statement name the field (pure)."""
 
 import math
 from datetime import datetime

@@ -41,7 +41,7 @@ LONG_VALUES: Final = 30_000
 
 
 class Budget:
-    """Limit the bytes that all requests and replies in flight may hold together."""
+    """Limit the memory that all requests and replies in flight of one worker hold together."""
 
     def __init__(self, limit: int) -> None:
         """Begin unused; `limit` is in bytes."""
@@ -81,7 +81,7 @@ class Budget:
 
 
 class BudgetShare:
-    """One request's part of the budget: `held` bytes."""
+    """The part of the budget that one request and its reply hold: `held` bytes."""
 
     __slots__ = ("_budget", "held")
 

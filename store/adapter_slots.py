@@ -199,7 +199,7 @@ def needed_slots(live: LiveCounts, slots: int, together: int) -> int:
 
 
 async def lock_slots(connection: AsyncConnection, policy: str) -> None:
-    """Keep others from reserving slots of the policy's model server until the transaction ends."""
+    """Lock the slots of the policy's model server until the transaction ends; wait for the lock."""
     await connection.execute(_LOCK, {"policy": policy})
 
 

@@ -153,7 +153,7 @@ async def begin_update(
 
 
 async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
-    """Read the groups that an update holds or held, in a stable order.
+    """Read the groups that an update holds or consumed, in a stable order.
 
     Groups that are short are filled up with members that earlier updates consumed.
 
@@ -188,7 +188,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
 
 
 async def episodes_of_claim(connection: AsyncConnection, update_id: UUID) -> list[UUID]:
-    """Return the ids of the episodes that `load_claim` reads; [] if there is no such update."""
+    """Return the ids of the episodes that `load_claim` reads; [] if abandoned or unknown."""
     query = select(updates).where(updates.c.id == update_id)
     update_row = (await connection.execute(query)).first()
     task_of, earlier_of = await _members(connection, update_row) if update_row else ({}, {})
@@ -204,7 +204,7 @@ async def _members(
 
 
 async def _tasks_of_claimed(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
-    """Map the episodes that an update holds or held to their tasks, or "" without a task."""
+    """Map the episodes that an update holds or consumed to their tasks, or "" without a task."""
     task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
     query = (
         select(episodes.c.id, task)
@@ -697,9 +697,9 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
 
 
 async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
-    """Try to become the only trainer of `policy`, until the connection ends.
+    """Try once to lock `policy` for its only trainer; return False if another connection holds it.
 
-    Return False if another connection holds the policy's advisory lock.
+    The lock is kept until `release_policy`, or until the connection ends.
     """
     query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
     held = await connection.scalar(query, {"name": f"pawl-trainer:{policy}"})

@@ -192,7 +192,7 @@ _LOCK_KEY = "hashtextextended(:name, 0)"
 
 @asynccontextmanager
 async def hold_judge(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
-    """Hold a judge's lock, so that only one process runs it; yield False if another holds it.
+    """Try once to lock a judge within the block; yield False if another process runs it.
 
     `judge` is the stored name (`store.tenants`): two tenants may have judges of one name.
     """

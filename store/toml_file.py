@@ -1,6 +1,6 @@
 """Read the TOML files that people write: recipes, policies, upstreams, redaction rules, scenarios.
 
-Whatever is wrong with a file, the error names the file and the key, and says what to write instead.
+If a file cannot be used, the error names it and each wrong key, and says what to write there.
 Parsing is pure; `text_of` reads the file.
 """
 

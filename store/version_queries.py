@@ -201,8 +201,8 @@ async def version_to_train_from(connection: AsyncConnection, name: str) -> Polic
 async def rollback_target(connection: AsyncConnection, name: str) -> PolicyVersion:
     """Return the version that a roll-back would return to: the control, or the last that served.
 
-    Every server has it loaded. It is the base model if no other version served before, or if the
-    base model serves.
+    Versions that were unloaded, rolled back or ended are passed over. It is the base model if no
+    other version is left, or if the base model serves.
     """
     number = await connection.scalar(_ROLLBACK_TARGET, {"name": name})
     target = await numbered_version(connection, name, number or 0)

@@ -640,9 +640,9 @@ async def roll_back(
     """Roll back a version that serves, is a canary, or is loaded: no new episode begins with it.
 
     With the serving version, all versions that served since the control are rolled back, and the
-    control serves again; without a control, the last version that served before, or the base model.
-    Return the version that serves again, which every server has, or None if `version` did not
-    serve. Descendants of rolled-back versions are rolled back, too. Versions without traffic so far
+    control serves again; without a control, the last one that served before and is still loaded, or
+    the base model. Return the version that serves again, or None if `version` did not serve.
+    Descendants of rolled-back versions are rolled back, too. Versions without traffic so far
     are rejected instead. Episodes that use a rolled-back version keep it, and are not trained on.
 
     Raises:

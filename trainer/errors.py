@@ -1,4 +1,4 @@
-"""Define the trainer's exceptions, under one root; each message names the remedy."""
+"""Define the trainer's exceptions, under one root."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,11 +19,11 @@ class TrainerError(Exception):
 
 
 class RecipeError(TrainerError):
-    """Report that the recipe cannot be read; the message names the key and the remedy."""
+    """Report that a recipe is missing, unreadable or invalid; the message names each wrong key."""
 
 
 class CreditLineError(TrainerError):
-    """Report a line that is not an exported episode; the message names the line and the field."""
+    """Report a line that is not an exported episode, or repeats one; the message names the line."""
 
 
 class AdapterError(TrainerError):

@@ -132,7 +132,7 @@ class Loop:
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish a written version.
 
-        While the model servers are suspected, publishing waits for their test.
+        While the model servers are suspected it is not published: `test_if_due` does that later.
         """
         await self.finish_killed()
         await self._cleaning.clean()

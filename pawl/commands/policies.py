@@ -159,7 +159,7 @@ class PolicyLine(Record, frozen=True, kw_only=True):
 async def read_policy_lines(
     engine: AsyncEngine, table: PolicyTable | None, recipe: str, tenant: str | None = None
 ) -> list[PolicyLine]:
-    """Return all policies: those of the file in its order, then those only in the store.
+    """Return a record of each policy: those of the file in its order, then those only stored.
 
     `recipe` is for policies whose recipe the file does not name. With `tenant`, only that tenant's
     policies are returned.
@@ -287,9 +287,9 @@ async def read_version_lines(
     recipe: str,
     tenant: str | None = None,
 ) -> list[VersionLine]:
-    """Return the versions of a policy, oldest first; `policies` is the file of policies.
+    """Return a record of each version of a policy, oldest first, for the table and for JSON.
 
-    `recipe` is for a policy whose recipe the file does not name.
+    `policies` is the file of policies; `recipe` is for a policy whose recipe it does not name.
 
     Raises:
         UnknownPolicy: there is no such policy, or it is another tenant's.
@@ -422,7 +422,7 @@ class StateChangeLine(Record, frozen=True, kw_only=True):
 async def read_event_lines(
     engine: AsyncEngine, name: str, tenant: str | None = None
 ) -> list[StateChangeLine]:
-    """Return the newest state changes of a policy's versions, oldest first.
+    """Return a record of each of the newest state changes of a policy's versions, oldest first.
 
     Raises:
         UnknownPolicy: there is no such policy, or it is another tenant's.

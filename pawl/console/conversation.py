@@ -118,13 +118,13 @@ def turn_of(own: CallTexts, before: CallTexts = NO_TEXTS) -> Turn:
 
 
 def question_in(turn: Turn) -> str:
-    """Return the last text of a user in a request, or ""."""
+    """Return the text of the last user message with a text that a turn adds, or ""."""
     asked = [_message_text(one) for one in turn.messages or () if one.role == "user"]
     return next(filter(None, reversed(asked)), "")
 
 
 def answer_in(turn: Turn) -> str:
-    """Return a reply's text, or its tool calls if it has none."""
+    """Return the text of a turn's reply, or its tool calls if it has none."""
     texts = "\n".join(map(_message_text, turn.reply)).strip()
     parts = [part for message in turn.reply for part in message.parts]
     return texts or "\n".join(
@@ -133,6 +133,7 @@ def answer_in(turn: Turn) -> str:
 
 
 def _message_text(message: Message) -> str:
+    """Return the texts of a message, joined; thoughts and tool calls are left out."""
     return "\n".join(part.text for part in message.parts if part.kind == "text").strip()
 
 
@@ -198,6 +199,7 @@ def message_of(member: Any, role: str) -> Message:
 
 
 def _first_parts(parts: Iterator[Part]) -> tuple[Part, ...]:
+    """Return the first `MOST_PARTS` parts; if there are more, a last one says so."""
     kept = tuple(islice(parts, MOST_PARTS))
     return kept if next(parts, None) is None else (*kept, NOT_SHOWN_PART)
 

@@ -147,13 +147,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class _Arm:
+    """The episodes of one version, counted, and the sum of their rewards."""
+
     def __init__(self) -> None:
         self.episodes = self.failed = self.clipped = self.scored = 0
         self.total = 0.0
 
 
 class _Slowness:
-    """Detect slow episodes by the median time of the old version's earlier episodes."""
+    """Decide whether an episode is slow, by the median time of the old version's earlier ones."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=MEDIAN_EPISODES)

@@ -388,10 +388,10 @@ class PolicyGate:
         since: datetime,
         *versions: VersionInRole,
     ) -> Evidence:
-        """Return the evidence so far, or an empty one if the versions or the rule have changed.
+        """Return the evidence so far, or begin anew if the versions or the rule have changed.
 
-        `new` is the arm of the new version, `shares` are both arms' shares of new episodes, and
-        `versions` are those that the evidence is about.
+        Episodes that begin from `since` on count. `new` is the arm of the new version, `shares` are
+        the new and the old arm's shares of new episodes, and `versions` are those compared.
         """
         key = rule, *((one.version.version, one.since) for one in versions)
         evidence = self._evidence.get(compared)

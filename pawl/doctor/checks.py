@@ -284,10 +284,10 @@ def server_away(facts: Facts) -> Iterator[Finding]:
 
 
 def trainer_away(facts: Facts) -> Iterator[Finding]:
-    """Find that no trainer runs, or that some policies have no trainer that works on them.
+    """Find that no trainer runs, that it loads its model, or that none works on some policies.
 
     A trainer runs if its port answers, or if the lock of a policy is held in the database; it works
-    on the policies whose locks are held. `paused_training` finds policies that it gave up.
+    on the policies whose locks are held. `paused_training` finds policies that the trainer gave up.
     """
     trained = [policy.about.trained_at for policy in facts.policies]
     since = max((at for at in trained if at is not None), default=None)

@@ -88,6 +88,11 @@ def has_tests_status(script: str, pattern: re.Pattern[str]) -> bool | None:
 
 
 def _passed(execution: Execution, is_own: bool) -> bool | None:
+    """Return whether a command's tests passed, or None if that is unknown.
+
+    Its exit status counts if it is the tests' own (`is_own`) and the command ran in the foreground;
+    else the output decides.
+    """
     given = execution.arguments if isinstance(execution.arguments, dict) else {}
     in_background = any("background" in name and on for name, on in given.items())
     if is_own and not in_background and execution.succeeded is not None:

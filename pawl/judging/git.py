@@ -136,4 +136,5 @@ def _edits(arguments: Any) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _first_text(given: dict[str, Any], names: tuple[str, ...]) -> str | None:
+    """Return the value of the first of `names` that has a text in `given`, also an empty one."""
     return next((given[name] for name in names if isinstance(given.get(name), str)), None)

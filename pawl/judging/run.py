@@ -65,7 +65,7 @@ LOOK_AHEAD_FACTOR: Final = 8
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
-    """The rules by which a judge works.
+    """Which episodes a judge gets, when, and how many at once.
 
     Attributes:
         selection: which episodes are judged.

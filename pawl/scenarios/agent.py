@@ -29,7 +29,7 @@ JUDGE_S: Final = 60.0
 
 
 class FunctionJudge(RunJudge):
-    """Judges runs by a Python function, one at a time."""
+    """Judges runs by a Python function, one after the other."""
 
     def __init__(self, name: str, folder: Path, log: Path) -> None:
         """Store the function as MODULE:FUNCTION, its folder, and the log of its output."""

@@ -93,14 +93,14 @@ class StreamedAnswer:
         Args:
             reply: the upstream's reply, whose head has arrived.
             headers: the headers that the proxy adds.
-            claim: the call's share of the memory budget.
+            claim: the part of the memory budget that request and reply hold.
         """
         self._reply = reply
         self._headers = headers
         # The last bytes, which are sent once the record is durable.
         self._end = b""
         self._why_torn: str | None = None
-        # The request's part of the budget.
+        # The bytes of the budget that the request holds; the reply's are added to them.
         self._base = claim.held
         self.buffer = ReplyBuffer()
         self.parser: ReplyParser | None = None

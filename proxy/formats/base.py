@@ -515,7 +515,7 @@ class WireFormat(Protocol):
         """
 
     def has_inline_system(self, request: ModelRequest) -> bool:
-        """Return whether `rewrite` may move system messages that stand among the turns."""
+        """Return whether the request has system messages that `rewrite` moves unless kept."""
         return False
 
     def reply_parser(

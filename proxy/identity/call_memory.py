@@ -265,8 +265,9 @@ def provided_fingerprints(
     summary: ReplySummary,
     conversation: Conversation | None = None,
 ) -> tuple[bytes, ...]:
-    """Return the fingerprints of a call's tool calls, response id, and whole conversation.
+    """Return the fingerprints by which later calls find this one.
 
+    They are of its tool calls, its response id, and the conversation with its reply.
     `conversation` is the request's, if it was read already; it is not changed.
     """
     provides = [_tool_call(call.id) for call in summary.tool_calls if is_unique_id(call.id)]
@@ -284,7 +285,7 @@ def provided_fingerprints(
 
 
 def response_fingerprint(response_id: str) -> bytes:
-    """Return the fingerprint of a response id, which a call needs that continues the response."""
+    """Return the fingerprint of a response id, by which calls that continue it find its call."""
     return _fingerprint(RESPONSE, response_id)
 
 

@@ -204,7 +204,7 @@ class DrainState:
         self.held = 0
 
     def set_state(self, state: State, reason: str = "") -> None:
-        """Set the state after a look at the spool."""
+        """Set the drain's state after a look at the spool; `reason` says why it is that."""
         if state != self.state:
             self._since = self._clock()
         if state == "moving":
@@ -219,7 +219,7 @@ class DrainState:
         return self._clock() - self._since if self.state == "stuck" else 0.0
 
     def readyz_fields(self) -> dict[str, object]:
-        """Return the state as an object for `/readyz`."""
+        """Return the drain's state, for how long, why, and the held pieces, for `/readyz`."""
         return {
             "state": self.state,
             "for_s": round(self._clock() - self._since, 1),

@@ -49,7 +49,7 @@ class Arms(msgspec.Struct, frozen=True):
         return self.canary is not None or self.control is not None
 
     def arm_of_new_episode(self, episode: str) -> Arm:
-        """Return the arm of a new episode, by its stored name."""
+        """Return the arm of a new episode, which a hash of its stored name decides."""
         if not self.are_several:
             return "serving"
         drawn = episode_fraction(
@@ -422,7 +422,7 @@ class Versions:
         return [other for other in together if other != policy]
 
     def _draw_version(self, policy: str, episode: str) -> int:
-        """Return the version that a new episode of a policy gets, by its arm."""
+        """Return the version that a new episode of a policy gets: its name decides the arm."""
         arms: Arms | None = self._arms.get(policy)
         return (
             self._serving[policy]

@@ -252,7 +252,7 @@ ANTHROPIC_VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
 
 class UpstreamKey:
-    """The proxy's own key for an upstream, and the style of header that it is sent in."""
+    """An upstream's key, sent in place of the client's credentials, and the style of its header."""
 
     __slots__ = ("_bearer", "_plain", "_style")
 
@@ -295,7 +295,7 @@ class Listing:
     async def lists_name(self, name: str, headers: Headers) -> bool:
         """Return whether the replica lists `name` now; False if it does not answer.
 
-        Only the credentials in the call's `headers` are sent.
+        Of `headers`, only the credentials are sent: the upstream's key, else the client's.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
@@ -468,10 +468,11 @@ class Upstream:
         return None
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
-        """Send a GET request; it raises what `ask` raises."""
+        """Send a GET request as `ask` does: with the upstream's key, if it has one."""
         return await self.ask("GET", target, headers, None)
 
     def _with_key(self, headers: Headers, target: str) -> Headers:
+        """Return `headers` with the upstream's key, or without one as the client sent them."""
         return headers if self._key is None else self._key.with_key(headers, target)
 
     def _least_busy_first(self) -> list[Replica]:

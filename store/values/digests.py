@@ -36,7 +36,7 @@ MATCHES_SQL: Final = (
 
 
 def as_uuid(digest: bytes, split: Split) -> Any:
-    """Return a digest as stored for a split, in the driver's UUID type, which is the smallest.
+    """Return a digest as stored for a split, in the driver's UUID type: less memory than Python's.
 
     Raises:
         ValueError: `digest` is not 16 bytes long.

@@ -68,7 +68,7 @@ class AdvantageSteps(Record, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float:
-        """Return the advantage: the sum of both differences, each weighted and divided."""
+        """Return the advantage: `final` and `air`, each weighted and divided, added up."""
         of_final = self.final_weight * self.final / self.divisor
         return of_final + self.air_weight * self.air / self.air_divisor
 

@@ -128,7 +128,7 @@ def read_lines_as(lines: Iterable[bytes], where: str, kind: type[Line]) -> list[
 
     Raises:
         CreditLineError: a line does not have the format, or repeats an episode; the message
-            names the line and the field.
+            names the line, and a field whose value is wrong.
     """
     episodes: list[Line] = []
     line_of: dict[tuple[str, str], int] = {}

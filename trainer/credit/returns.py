@@ -89,7 +89,7 @@ def _call_account(call: TransitionRow, rule: RewardRule) -> CallAccount:
 
 
 def without_side_call_reward(call: CallAccount) -> CallAccount:
-    """Return `call` as it is, or without reward and tool events if it is a side call."""
+    """Return `call`, or a side call without its own reward and tool events, which do not count."""
     if call.reason != SIDE:
         return call
     return msgspec.structs.replace(call, earned=UNSCORED, events=())
@@ -139,7 +139,7 @@ def claim_scale(
 
 
 class Return(Record, frozen=True, kw_only=True):
-    """A return in two parts, final reward and AIR; `r_final` is None if there is no reward."""
+    """A return in two parts, final reward and AIR; `r_final` is None if no reward counts."""
 
     r_final: float | None
     r_air: float
@@ -163,7 +163,8 @@ def call_returns(
 ) -> list[CallReturn]:
     """Return the return of each call of an episode, in the order of calls.
 
-    A side call has no final reward: it is not part of the agent's work.
+    A side call's `r_final` is None, even if it was given a reward itself: it is not part of the
+    agent's work.
     """
     finals = _final_rewards(episode, rule, scale.failed)
     airs = _air_rewards(episode, rule, scale)

@@ -120,9 +120,9 @@ def _row_size(row: Row) -> int:
 class TokenBudget:
     """Cut rows into micro-batches that fit into memory, and retry with less if it runs out.
 
-    A micro-batch computes up to about `tokens` tokens, or one longer row. When memory runs out,
-    layers are checkpointed, if the recipe leaves that open, then `tokens` is halved; later updates
-    try the recipe's number again.
+    A micro-batch computes up to about `tokens` tokens, or one longer row. When memory runs out, all
+    layers are checkpointed, if the recipe leaves that open, then `tokens` is halved, again and
+    again. The next update undoes both; after more failures only every second, fourth … one does.
     """
 
     def __init__(

@@ -60,9 +60,9 @@ class Pacing:
         """Store the model servers, the policy's name and the recipe's limits.
 
         `together` are the policies that must go live together, this one included (empty: none).
-        The first of their versions waits until there are slots for all of them, up to
-        `publish.wait_for_others_s`. `clock` returns seconds. `known` are the configured policies
-        (None: all); a serving version of any other policy takes no slot once nobody calls it.
+        The first of their versions is not allowed until there are slots for all of them, for at
+        most `publish.wait_for_others_s`. `clock` returns seconds. `known` are the configured
+        policies (None: all); a serving version of any other takes no slot once nobody calls it.
         """
         self._servers = servers
         self._policy = policy

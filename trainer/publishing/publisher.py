@@ -58,11 +58,12 @@ class Publisher:
     async def publish(
         self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
     ) -> str | None:
-        """Load `version`, probe it on the replicas that answer, and promote it.
+        """Load `version`, probe it on the replicas that answer, and promote it unless it must wait.
 
-        Promotion waits until the versions of all policies that go live together are loaded, and for
-        a decision of the controller or a person if the recipe asks for one. `before` is the served
-        name of the serving version. Return why `version` was rejected, or None if it was not.
+        If it must, it stays `loaded`: `go_live` promotes it once the versions that go live together
+        are loaded or `wait_for_others_s` is over; the controller or a person, if the recipe asks
+        for a decision. `before` is the served name of the serving version. Return why `version` was
+        rejected, or None if it was not.
 
         Raises:
             UpstreamAway: no server answers; the version stays `written`.

@@ -259,7 +259,7 @@ class UploadedFiles(AdapterFiles):
 
 
 class FetchedFiles(AdapterFiles):
-    """Fetches versions to this machine's disk, one at a time, and keeps those used last."""
+    """Fetches versions to a local disk, one after the other; the longest unused make room."""
 
     def __init__(self, settings: SourceSettings, in_use: InUse = _none_in_use) -> None:
         """Open the source; `in_use` returns the local folders that must not be evicted.

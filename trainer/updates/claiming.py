@@ -69,7 +69,7 @@ class Claiming:
     ) -> None:
         """Store the claim rule, and the recipe (as JSON) that each update records.
 
-        Without `pacing` an update never waits for an adapter slot.
+        Without `pacing`, updates are claimed even if no adapter slot is free.
         """
         self._engine = engine
         self._pacing = pacing

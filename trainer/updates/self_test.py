@@ -170,7 +170,7 @@ class ServerSelfTest:
         """Test an adapter of all layers, or of one kind; return the first problem, or None.
 
         `why_misserved` compares the adapter on one server. The servers are tested one after the
-        other, because the learner computes for one at a time.
+        other, because the learner cannot compute for two at once.
         """
         rows = await in_thread(self._learner, partial(self._write_adapter, kind))
         away: list[UpstreamAway] = []

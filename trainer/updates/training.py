@@ -83,7 +83,7 @@ class VersionFolders(Protocol):
 
 
 class Training:
-    """Run the steps of an update that need the learner, one at a time, each in a thread."""
+    """Run the steps of an update that need the learner, one after the other, each in a thread."""
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ def _rewards_come_from_the_store(**_: Any) -> list[float]:
 def make_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredGrpoTrainer:
-    """Return a TRL trainer of `model` with GRPO's loss; `folder`, which TRL needs, stays empty."""
+    """Return TRL's GRPO trainer for recorded rows; `folder`, which TRL needs, stays empty."""
     loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
     return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)
 

@@ -165,7 +165,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 def make_ppo_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredPpoTrainer:
-    """Return a TRL trainer of `model` with PPO's loss, and a critic that starts at zero."""
+    """Return a trainer for recorded rows with PPO's loss, and a critic that starts at zero."""
     clip = recipe.ppo.clip
     loss = {"loss_type": "dapo", "epsilon": clip, "epsilon_high": clip}
     trainer = build_trainer(StoredPpoTrainer, model, tokenizer, recipe, folder, loss, layout=layout)

@@ -63,7 +63,7 @@ def _rows_come_from_the_store(_: Any) -> Never:
 def make_sft_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, layout: Layout
 ) -> StoredSftTrainer:
-    """Return a TRL trainer of `model` with the SFT loss."""
+    """Return TRL's SFT trainer of `model` for recorded rows, which it computes in `layout`."""
     trainer = StoredSftTrainer(
         model=model,
         args=SFTConfig(

@@ -256,7 +256,7 @@ def _expand_common(
     output: torch.Tensor,
     keep: bool,
 ) -> None:
-    """Expand into the columns that weights and output share: their padding may differ."""
+    """Run `_multiply` on the columns that weights and output share: their padding may differ."""
     common = min(weights.shape[1], output.shape[1])
     _multiply(grouping, inputs, weights[:, :common], output[:, :common], keep=keep)
 
@@ -292,7 +292,7 @@ def _multiply_group(
     keep: bool,
     scaling: float,
 ) -> None:
-    """Multiply the rows of one adapter, in place if they are contiguous."""
+    """Run `_multiply` on the rows of one adapter, in place if they are contiguous."""
     weight = weights[group.slot].to(target.dtype).t()
     if isinstance(group.rows, slice):
         # With beta=0 the old content is not read, even if it is NaN.
@@ -312,7 +312,7 @@ def _multiply_all_slots(
     keep: bool,
     scaling: float,
 ) -> None:
-    """Multiply all rows by all slots at once, and pick each row's own result.
+    """Run `_multiply` on all rows with all slots at once, and pick each row's own result.
 
     Results are picked, not masked: the content of an idle slot must never enter a row's sum.
     """
