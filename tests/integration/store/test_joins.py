@@ -162,6 +162,7 @@ async def test_doubtful_call_stored_as_an_addition_to_another_call_is_read_back_
 async def test_reply_common_to_many_episodes_puts_only_its_repeats_in_doubt(
     engine: AsyncEngine, batch: int
 ) -> None:
+    """Only episodes that repeat the reply are quarantined, not those whose own reply it is."""
     dice = random.Random(batch)
     records = [own(f"a{number}", told=["hello"]) for number in range(MOST_PROVIDERS + 3)]
     records += [own(f"b{number}", repeats=["hello"]) for number in range(3)]

@@ -129,6 +129,7 @@ async def test_trainer_pauses_at_its_start_until_the_teacher_fits(
 async def test_call_too_long_for_the_teacher_is_spent_alone(
     taught: Bench, teacher: FakeModelServer
 ) -> None:
+    """Its episode is consumed untrained; the others are trained."""
     async with taught.engine.begin() as connection:
         made = tokens([1, 2, 3, 4, 5, 6], [4, 5])
         await ingest(connection, [call("long", tokens=made, **ago(40))])

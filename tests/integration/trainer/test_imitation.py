@@ -55,6 +55,7 @@ async def two_groups(engine: AsyncEngine, *values: float) -> None:
 async def test_best_episodes_are_trained_and_the_others_are_spent(
     engine: AsyncEngine, bench: RealBench
 ) -> None:
+    """The others are consumed untrained, with the reason `low_reward`."""
     await two_groups(engine, 1.0, 0.5)
     assert await bench.run_once()
     assert await reasons(engine) == {

@@ -269,6 +269,7 @@ def usage(workers: int = 1, **limits: int) -> Usage:
 def test_no_minute_has_more_requests_than_the_keys_limit_and_the_stated_wait_suffices(
     limit: int, pauses: list[float]
 ) -> None:
+    """A minute is any `WINDOW_S` seconds, not one of the clock."""
     held, now = usage(per_minute=limit), 1000.0
     begun: list[float] = []
     for pause in pauses:
@@ -291,6 +292,7 @@ def test_no_minute_has_more_requests_than_the_keys_limit_and_the_stated_wait_suf
 def test_no_minute_has_more_statements_than_the_keys_limit_and_the_stated_wait_suffices(
     limit: int, lists: list[tuple[float, int]]
 ) -> None:
+    """A minute is any `WINDOW_S` seconds, not one of the clock."""
     held, now = usage(per_minute=limit), 1000.0
     stated: list[float] = []
     for pause, number in lists:
@@ -368,6 +370,7 @@ def test_changed_rate_limit_of_a_key_counts_at_once() -> None:
 def test_no_call_begins_while_a_minute_has_used_up_the_tokens(
     limit: int, calls: list[tuple[float, int]]
 ) -> None:
+    """A minute is the last `WINDOW_S` seconds; a call that waits as it is told begins."""
     held, now = usage(tokens_per_minute=limit), 1000.0
     taken: list[tuple[float, int]] = []
 

@@ -253,6 +253,7 @@ async def test_version_is_not_idle_for_a_while_after_it_lost_the_traffic(
 
 
 async def test_recalled_version_is_not_idle(engine: AsyncEngine) -> None:
+    """Recalled: it was unloaded, and is to be loaded again."""
     await serve_ten(engine, v4="retired", v10="serving")
     async with engine.begin() as connection:
         await recall(connection, "m", 5, reason="to go back", actor="operator")

@@ -310,6 +310,7 @@ async def test_model_servers_keep_only_versions_that_episodes_may_use(
 
 
 async def test_unloaded_version_serves_once_it_is_recalled(engine: AsyncEngine) -> None:
+    """Recalled: marked to be loaded again. Only then can it be promoted."""
     async with engine.begin() as connection:
         await trained(connection, 0, 0, 0)
         for number in (1, 2, 3):

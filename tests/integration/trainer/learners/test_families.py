@@ -28,7 +28,7 @@ REHEARSED = [
     *("llama", "qwen3_moe", "qwen3_vl", "gemma2", "gemma3", "gpt_oss", "qwen3_next"),
     *("qwen3_5_moe", "llama4", "nemotron_h", "deepseek_v3"),
 ]
-# They are trained all the same.
+# Their memory has no plan; they are trained all the same.
 UNPLANNED = {"dbrx", "gpt2", "gptj", "longcat_flash"}
 
 
@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_memory_of_each_model_family_is_planned(trained: Trained) -> None:
-    """Among them layers that share keys and values, and masks that go by a name."""
+    """Of all but `UNPLANNED`, also of layers that share keys and values, and of named masks."""
     planned = trained.learner._memory_plan
     if trained.kind in UNPLANNED:
         assert planned is None

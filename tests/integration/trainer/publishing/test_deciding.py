@@ -68,6 +68,7 @@ async def shares(bench: Bench) -> dict[int, tuple[float | None, bool]]:
 async def test_probed_version_waits_for_a_decision_without_traffic(
     bare: Bench, options: dict[str, Any]
 ) -> None:
+    """It is loaded, and no new episode begins with it before the decision."""
     bare.change("publish", **options)
     await bare.update("t")
     assert await bare.states() == {0: "serving", 1: "loaded"}

@@ -352,6 +352,7 @@ async def test_version_files_marked_deleted_before_a_kill_are_removed_later(
 
 
 async def test_a_version_that_was_recalled_meanwhile_keeps_its_files(disk: Disk) -> None:
+    """Recalled: it was unloaded, and is to be loaded again."""
     await serve(disk, 1, 2, 3, 4)
     await disk.unload()
     async with disk.engine.begin() as connection:

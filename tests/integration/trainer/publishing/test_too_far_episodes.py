@@ -18,6 +18,7 @@ LONG = tokens([1, 2, 3], [4, 5, 6, 7])
 async def test_off_policy_episode_is_spent_and_the_others_are_trained(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Spent: it is consumed untrained."""
     bench.slots = 8
     async with bench.working() as loop:
         assert await loop.update_once()

@@ -214,6 +214,7 @@ async def test_killed_update_stays_open_while_its_files_are_unreadable(
 async def test_drifting_episode_is_spent_and_its_drift_is_recorded(
     bench: Bench,
 ) -> None:
+    """Spent: it is consumed untrained, with the reason `drift`."""
     async with bench.engine.connect() as connection:
         [odd, *_] = await select_episodes(connection)
     bench.learner.fails = DriftOutOfBounds(

@@ -159,6 +159,7 @@ async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
 async def test_version_recalled_while_servers_list_their_models_stays_loaded(
     engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recalled: bool
 ) -> None:
+    """Recalled: it was unloaded, and is to be loaded again."""
     await publish(engine, tmp_path, 1, 2)
     await unload(engine, 1)
     async with engine.begin() as connection:
