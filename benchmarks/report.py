@@ -1,4 +1,4 @@
-"""Report figures: tables for the terminal and for pages of docs, and the bars they must meet."""
+"""Report figures: tables for the terminal and for pages of docs, and the limits for them (bars)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A limit for a measured value: at least or at most `limit`; None was not measured."""
+    """A limit for a value: at least or at most `limit`. The value None was not measured."""
 
     name: str
     value: float | None
@@ -74,7 +74,11 @@ def percentile(values: Iterable[float], share: float) -> float:
 def write_figures(
     page: Path, tables: Sequence[Rows], bars: Sequence[Bar], measured: str, picture: str
 ) -> None:
-    """Replace the text between a page's marks by a picture, tables and failed bars."""
+    """Replace the text between a page's marks by a picture, tables, and limits that do not hold.
+
+    `measured` completes "Measured on"; `picture` is a file's name in docs/images. A bar that was
+    not measured counts as not met.
+    """
     before, begun, rest = page.read_text().partition(BEGIN)
     _, ended, after = rest.partition(END)
     assert begun, f"{page} has no line {BEGIN}"

@@ -124,7 +124,8 @@ async def find_to_promote(
     With `tenant` the policy must be that tenant's.
 
     Raises:
-        UnknownPolicy: there is no such version, or none is named and none can be promoted.
+        UnknownPolicy: there is no such policy or version, or none is named and none is a canary or
+            loaded.
         WrongVersionState: the version cannot serve, or serves already.
     """
     name, number = split_name(named)
@@ -216,7 +217,7 @@ async def roll_back_by_hand(
     `tenant` the policy must be that tenant's.
 
     Raises:
-        UnknownPolicy: there is no such version.
+        UnknownPolicy: there is no such policy or version.
         WrongVersionState: the version is not loaded, a canary or serving, or is the base model.
     """
     name, number = split_name(named)
@@ -312,7 +313,8 @@ async def retrain_by_hand(
     policy must be that tenant's.
 
     Raises:
-        UnknownPolicy, UnknownNames: there is no such version, episode or API key.
+        UnknownPolicy, UnknownNames: there is no such policy, version, episode or API key, or the
+            version's files were deleted.
         WrongVersionState, StateChanged, RolledBack: nothing was trained yet, or the version cannot
             serve, or is not loaded in time; the message says which.
     """

@@ -37,7 +37,7 @@ async def run_program(
     most_bytes: int,
     environment: Mapping[str, str] | None = None,
 ) -> EndedProgram:
-    """Run a program with `given` on standard input; then kill the processes that it started.
+    """Run a program with `given` on standard input; in the end kill its group, also at an error.
 
     `environment` is the program's whole environment; None: this process's without Pawl's settings.
 

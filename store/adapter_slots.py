@@ -242,7 +242,7 @@ async def versions_kept_for_episodes(
 async def unload_kept_versions(
     connection: AsyncConnection, versions: Iterable[VersionKeptForEpisodes], why: str, actor: Actor
 ) -> None:
-    """Unload `versions`; episodes that still use one go on with the serving version."""
+    """Mark `versions` as unloaded; episodes that use one go on with the serving version."""
     # Sorted by policy, because each policy is locked: no deadlocks.
     for kept in sorted(versions, key=lambda version: version.name):
         used = ", although episodes that use it are under way" if kept.is_under_way else ""
@@ -252,7 +252,7 @@ async def unload_kept_versions(
 async def unload_unused_versions(
     connection: AsyncConnection, policy: str | None, actor: Actor
 ) -> None:
-    """Unload kept versions that no episode under way uses (`policy` None: of all servers)."""
+    """Mark kept versions as unloaded that no episode under way uses (None: of all servers)."""
     kept = await versions_kept_for_episodes(connection, policy)
     unused = [version for version in kept if not version.is_under_way]
     await unload_kept_versions(connection, unused, "no episode that uses it is under way", actor)

@@ -50,7 +50,7 @@ class BadPolicies(StoreError):
 
 
 class UnknownPolicy(StoreError):
-    """Report that no policy has that name, or that the policy has no such version."""
+    """Report that no policy has that name, or that it has no version that fits the request."""
 
 
 class StateChanged(StoreError):
@@ -58,11 +58,11 @@ class StateChanged(StoreError):
 
 
 class RolledBack(StoreError):
-    """Report that a version cannot take a state because it was rolled back, or has ended."""
+    """Report that a version can never take a state: it was rolled back, or retraining ended it."""
 
 
 class WrongVersionState(StoreError):
-    """Report that a version cannot be promoted, rolled back or retrained from in its state."""
+    """Report that a version cannot be promoted, rolled back or retrained from, and why."""
 
 
 class UnknownUpdate(StoreError):

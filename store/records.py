@@ -39,7 +39,7 @@ UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
 TRAIN: Final = "train"
 EVAL: Final = "eval"
-# By default (PAWL_EVAL_TASKS) a task with this prefix is evaluation.
+# A call that names no split is evaluation if its task begins so (default of PAWL_EVAL_TASKS).
 EVAL_TASKS: Final = "eval/"
 # A key of a call's sampling settings: the settings that exploration changed, null if left out.
 EXPLORED: Final = "explored"

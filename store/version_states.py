@@ -595,7 +595,7 @@ async def mark_unloaded(
     *,
     is_lost: bool = False,
 ) -> set[int]:
-    """Unload retired and rolled-back versions; return the numbers of those that were unloaded.
+    """Mark retired and rolled-back versions as unloaded; return the numbers of those marked.
 
     Versions in other states stay loaded. So do the control and the version that a roll-back would
     return to, unless no server can load them any more (`is_lost`).

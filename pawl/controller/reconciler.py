@@ -218,7 +218,7 @@ class Reconciler:
         may_load: Callable[[PolicyVersion], bool] = lambda version: True,
         unserved: Callable[[], Awaitable[Collection[PolicyVersion]]] | None = None,
     ) -> None:
-        """Load the servable ones of `versions` (None: not known yet), and unload unserved ones.
+        """Load those `versions` (None: not known yet) that the server lacks; unload unserved ones.
 
         `may_load` and `unserved` are called at the last moment: the versions' states may have
         changed while other adapters were loaded. `unserved` returns the versions that no server

@@ -41,7 +41,7 @@ OLDEST_S: Final = IDLE_S - TIMEOUT_S - LIST_TIMEOUT_S
 
 
 class ServableVersions:
-    """The last reading of the servable versions.
+    """The last reading of the servable versions; each replica's `Reconciler` loads them.
 
     Attributes:
         versions: the servable versions and each policy's base model; None before the first reading.
@@ -82,12 +82,12 @@ class ServableVersions:
             ]
 
     async def look(self, engine: AsyncEngine) -> None:
-        """Read `versions` from the store, and mark those unloaded that no replica can load.
+        """Read `versions`; mark retired and rolled-back ones that no replica can load as unloaded.
 
         Their episodes go on with the serving version, and a lost control gets no new episodes. If
-        the serving version is in trouble too, the server or the disk is at fault, and nothing is
-        marked. After a start of a replica or of the controller, versions that lost the traffic and
-        have no episode under way are marked unloaded instead of being loaded again.
+        their policy's serving version is in trouble too, the server or the disk is at fault, and
+        they are not marked. After a start of a replica or of the controller, versions that lost the
+        traffic and have no episode under way are marked unloaded instead of being loaded again.
         """
         read_at, is_up = asyncio.get_running_loop().time(), False
         try:
@@ -118,7 +118,7 @@ class ReplicaController:
     """Keep the adapters of one replica loaded."""
 
     def __init__(self, server: ModelServer, servable: ServableVersions, poll_s: float) -> None:
-        """Reconcile `server` with `servable` every `poll_s` seconds."""
+        """Store the server; each look is `poll_s` seconds after the one before, or is skipped."""
         url = server.url
         self.reconciler = Reconciler(
             server, lambda outcome: ADAPTER_LOADS.labels(url, outcome).inc()
@@ -134,7 +134,7 @@ class ReplicaController:
         MISSING_ADAPTERS.labels(url).set(0)
 
     async def reconcile_forever(self) -> None:
-        """Reconcile the replica repeatedly; never return."""
+        """Look at the replica repeatedly, with skips (`Reconciler.skip_look`); never return."""
         while True:
             servable = self._servable
             try:

@@ -53,7 +53,7 @@ class FunctionAgent(Agent):
         self._idle.put_nowait(host)
 
     async def stop(self) -> None:
-        """Kill all processes."""
+        """Kill the processes that call the function, running or idle, and their groups."""
         await asyncio.gather(*(host.kill() for host in self._hosts))
 
     async def run(self, request: Request) -> Result:
@@ -92,7 +92,7 @@ class CoroutineAgent(Agent):
         self._host = await self._program.start_first()
 
     async def stop(self) -> None:
-        """Kill the process."""
+        """Kill the process that runs the function, and its group."""
         if self._host is not None:
             await self._host.kill()
 
@@ -197,7 +197,7 @@ class _Host:
             del self._waiting[number]
 
     async def kill(self) -> None:
-        """Kill the process and its group, and wait for its end."""
+        """Kill the process and its group, unless it has ended, and wait for its end."""
         if not self.has_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

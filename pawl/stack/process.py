@@ -99,7 +99,7 @@ class Process:
         return "\n".join(words.splitlines()[-lines:])
 
     def _kill_group(self) -> None:
-        """Kill children that the process left behind: vLLM's engine can outlive its server."""
+        """Kill the process if it runs, and its children: vLLM's engine can outlive its server."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -70,8 +70,8 @@ NO_VERSION: Final = ServedVersion(None, None, None)
 class CallParts(msgspec.Struct, frozen=True):
     """Objects and settings that all calls of a worker share.
 
-    `max_reply` is the longest reply that is stored whole, in bytes. An episode is evaluation if its
-    task's name begins with `eval_tasks`.
+    `max_reply` is the longest reply that is stored whole, in bytes. A call that
+    names no split is evaluation if its task's name begins with `eval_tasks`.
     """
 
     upstreams: Upstreams

@@ -147,14 +147,14 @@ class Name(msgspec.Struct, frozen=True):
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """Where a request may name episode, agent, task and split, besides our headers and URL."""
+    """Where a request may name episode, agent, task and split, besides Pawl's headers and URL."""
 
     headers: Mapping[str, str]
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
     def own_names(self, role: str) -> Iterable[Name]:
-        """Return the names under our keys in metadata and baggage: `pawl_ROLE`, `pawl.ROLE`."""
+        """Return the names under Pawl's keys in metadata and baggage: `pawl_ROLE`, `pawl.ROLE`."""
         return self._names_from_pawl_keys(role) if self.metadata or self.baggage else ()
 
     def _names_from_pawl_keys(self, role: str) -> Iterator[Name]:
@@ -164,7 +164,7 @@ class SessionHints(msgspec.Struct, frozen=True):
             yield from _names_in(self.baggage, ((f"pawl.{role}", ""),), "baggage", "baggage ")
 
     def agent_names(self) -> Iterable[Name]:
-        """Return the agent names that tools send under their own keys."""
+        """Return the agent names that clients and frameworks send under other keys than Pawl's."""
         silent = not self.metadata and not self.baggage
         return () if silent and _ROLE_HEADERS.isdisjoint(self.headers) else self._agent_names()
 
@@ -191,7 +191,7 @@ def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHin
 
 
 def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterable[Name]:
-    """Return a request's episode names, except our header's and URL's, by priority."""
+    """Return a request's episode names by priority, without those of Pawl's header and URL."""
     silent = not hints.metadata and not hints.baggage and _EPISODE_FIELDS.isdisjoint(fields)
     if silent and _EPISODE_HEADERS.isdisjoint(hints.headers):
         return ()
@@ -386,9 +386,9 @@ def _split(
     eval_tasks: str,
     warnings: list[str],
 ) -> Split:
-    """Return the first known split that the call names, else the split of its task's name.
+    """Return the first known split that the call names, else the one by its task and `eval_tasks`.
 
-    Our header and URL come first, then `others`. Each unknown split before the first known one
+    Pawl's header and URL come first, then `others`. Each unknown split before the first known one
     adds a warning.
     """
     for name in chain(_our_names(headers, "split", route.split), others):

@@ -205,7 +205,7 @@ def _scaled_differences(
 
 
 def _subtract_mean(differences: list[list[float]], counts: Sequence[bool]) -> list[list[float]]:
-    """Subtract the mean over the units marked in `counts` from the differences of all units."""
+    """Subtract the mean difference of the units marked in `counts` from all units' differences."""
     means = [mean_of(unit) for unit in compress(differences, counts)]
     mean = mean_of(means) if means else 0.0
     return [[difference - mean for difference in unit] for unit in differences]

@@ -7,9 +7,10 @@ as the return status of a tool, and gives no formula. Pawl's is
 
 for each of the episode's calls. `width` is the width of the reward range, which puts AIR on the
 scale of the rewards; λ is at most 0.2, so that many easy tool calls do not outweigh the task. The
-usual score of a tool is its mean over the claim: a tool that always works earns nothing, however
-often it is called. An event with the score 0 is left out. By default that is the `error` of a tool
-that ran, such as a failing test: it informs the agent, and neither lowers nor raises the reward.
+usual score of a tool is its mean score in the claim: a tool that always works earns nothing,
+however often it is called. An event with the score 0 is left out. By default that is the `error` of
+a tool that ran, such as a failing test: it informs the agent, and neither lowers nor raises the
+reward.
 
 Comparisons multiply AIR by `air_weight`, which falls to 0 as more episodes succeed: a policy that
 solves the task learns from its final rewards alone.

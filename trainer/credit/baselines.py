@@ -63,7 +63,7 @@ class Baseline(ABC):
 
 
 class GroupMean(Baseline):
-    """Baseline: the mean of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
+    """Baseline: the mean return of the group's scored episodes (GRPO, arXiv:2402.03300 §4.1.2)."""
 
     needs_group = True
 
@@ -76,10 +76,10 @@ class GroupMean(Baseline):
 
 
 class LeaveOneOutMean(GroupMean):
-    """Baseline: the mean of the group's other scored episodes (RLOO, arXiv:2402.14740 §2)."""
+    """Baseline: the mean return of the group's other scored episodes (RLOO, arXiv:2402.14740)."""
 
     def values(self, returns: ComparedReturns) -> list[BaselineValue]:
-        """Return for each episode the mean of the others; the spread is the whole group's."""
+        """Return for each episode the others' mean return; the spread is the whole group's."""
         means = [mean_of(values) for values in returns]
         return [
             msgspec.structs.replace(of_group, value=mean_of(means[:place] + means[place + 1 :]))

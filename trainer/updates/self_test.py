@@ -37,7 +37,7 @@ from trainer.updates.training import in_thread
 
 log = structlog.get_logger()
 
-# Compares a loaded adapter on some rows; returns why the server misserves it, or None.
+# Compares a loaded adapter on some rows; returns why the server serves it wrongly, or None.
 WhyMisserved = Callable[[ModelServer, Sequence[Row]], Awaitable[str | None]]
 # The test adapter is served as POLICY@self-test, from the folder self-test.
 SELF_TEST: Final = "self-test"
@@ -80,7 +80,7 @@ class ServerSelfTest:
         return await self.why_servers_fail()
 
     async def why_servers_fail(self) -> str | None:
-        """Return why a server would misserve a new version, with the remedy, or None if none would.
+        """Return why a server would serve a new version wrongly, with the remedy, or None.
 
         The learner must be restored before it trains.
         """
@@ -90,12 +90,12 @@ class ServerSelfTest:
             return str(error)
 
     async def check(self) -> None:
-        """Raise an error if the servers would misserve a new version.
+        """Raise an error if a server would serve a new version wrongly, or no update is possible.
 
         Raises:
             PublishError: a version would be served wrongly until somebody changes that.
-            ShortOfMemory: there is too little memory at the moment for the test.
-            TeacherError: the teacher cannot be used at the moment.
+            ShortOfMemory: the trainer has too little memory for the test at the moment.
+            TeacherError: the recipe's teacher cannot be used at the moment.
         """
         try:
             why = await self._find_problem()

@@ -143,7 +143,7 @@ async def test_model_server_returns_the_text_of_each_token(stack: Stack) -> None
 async def test_adapter_fetched_by_pawl_adapters_answers_like_the_original(
     loaded: str, adapter_dir: Path, tmp_path: Path
 ) -> None:
-    """A version that the server does not see but through `pawl adapters` is loaded, and asked."""
+    """vLLM answers alike with the original, and with the copy that `pawl adapters` fetched."""
     written = tmp_path / "trainer" / "m" / "1"
     shutil.copytree(adapter_dir, written)
     digest = write_hashes(written)

@@ -340,6 +340,7 @@ def test_vllm_reads_adapters_where_the_trainer_writes_them(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["vllm-cpu", "trainer-cpu"])
 def test_cpu_services_have_the_network_aliases_of_the_gpu_services(name: str) -> None:
+    """Others reach them by the GPU services' names."""
     plain = name.removesuffix("-cpu")
     assert all(one["aliases"] == [plain] for one in service(name)["networks"].values())
     assert set(service(name)["networks"]) == set(service(plain)["networks"])

@@ -60,6 +60,8 @@ def test_joined_episode_takes_the_task_that_a_part_names() -> None:
 
 
 def test_levels_of_needed_fingerprints_put_ids_before_prefixes() -> None:
+    """The lower the level, the surer the evidence: an id is surer than a prefix."""
+
     def digest(kind: int, number: int) -> bytes:
         return bytes([kind]) + bytes([number]) * 15
 

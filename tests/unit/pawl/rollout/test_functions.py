@@ -1,4 +1,4 @@
-"""Python functions in processes: what they get, how they fail, and that nothing is left of them."""
+"""Python functions in processes: what they get, how they fail, and that their processes end."""
 
 import asyncio
 import os
@@ -199,6 +199,7 @@ async def test_agent_function_gets_only_the_environment_variables_of_its_own_run
 async def test_daemon_left_by_a_function_delays_neither_result_nor_stop(
     start: Start, folder: Path, seconds: int
 ) -> None:
+    """A detached daemon survives the agent; nobody waits for it."""
     agent = await start()
     try:
         result = await call(agent, do="daemon", seconds=seconds, limit_s=3 if seconds else 60)
@@ -210,6 +211,7 @@ async def test_daemon_left_by_a_function_delays_neither_result_nor_stop(
 
 
 async def test_stopped_agent_leaves_no_process(start: Start) -> None:
+    """`stop` ends the idle process; that of the cancelled call was killed before."""
     agent = await start(at_once=2)
     running = asyncio.create_task(call(agent, do="hang"))
     pid = int((await call(agent)).output)
