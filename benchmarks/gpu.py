@@ -347,7 +347,7 @@ def hold_server_memory() -> Iterator[None]:
 
 
 def bars(measured: Sequence[MeasuredUpdate], spent: int | None, *, counts: bool) -> list[Bar]:
-    """Return the bars; without `counts`, as for a tiny model or a CPU, speed is not measured."""
+    """Return the limits; without `counts`, as for a tiny model or a CPU, speed is not measured."""
     found = {one.name: one for one in measured}
     ours = found.get("tree") or found.get("chain")
     peak = peak_flops(torch.cuda.get_device_name()) if counts else None

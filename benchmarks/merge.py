@@ -42,7 +42,7 @@ from trainer.learners.kernels.process import keep_freed_memory
 
 
 class Size(NamedTuple):
-    """The sizes of groups, and of a thread; lengths are in tokens."""
+    """How many groups, their members and turns of a thread; prompt, reply and turn in tokens."""
 
     groups: int = 16
     members: int = 8

@@ -189,7 +189,7 @@ def main() -> int:
 async def measure(
     options: argparse.Namespace, tell: Callable[[str], None]
 ) -> tuple[list[Rows], list[Bar]]:
-    """Run clients and publisher at the same time on a stack; return the tables and bars."""
+    """Run clients and publisher at the same time on a stack; return the tables and limits."""
     recipe = FOLDER / "swap.toml"
     recipe.write_text(RECIPE)
     packaged = await asyncio.to_thread(unpacked_model, ROOT / "var" / "models")
@@ -450,7 +450,7 @@ def figures(
     stored: Sequence[Any],
     retired: Mapping[int, Any],
 ) -> tuple[list[Rows], list[Bar]]:
-    """Return the tables and bars of a run; the first version's load is not counted."""
+    """Return the tables and limits of a run; the first version's load is not counted."""
     calls, seen = clients.calls, [event for event in events if isinstance(event, SeenAdapters)]
     loads = [event for event in events if isinstance(event, AdapterLoad)][1:]
     unloads = [

@@ -489,7 +489,7 @@ def credentials_in(headers: Headers) -> ShownCredentials:
 
 
 def without_credentials(headers: Headers, shown: ShownCredentials) -> Headers:
-    """Return the headers without those that have the client's credentials."""
+    """Return the headers without `shown.headers`, which have the client's credentials."""
     kept = headers.copy()
     for pair in shown.headers:
         kept.remove(pair)

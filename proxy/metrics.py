@@ -55,6 +55,7 @@ CALLS = Counter(
     " reply was streamed.",
     ["policy", "version", "status", "answered", "stream"],
 )
+# Counts settings that exploration changed, not calls of other versions.
 EXPLORED = Counter(
     "pawl_calls_explored_total",
     "Recorded calls in which exploration changed a setting: `temperature`, `seed` or `strict`.",

@@ -180,7 +180,8 @@ class Rules:
         """Return a JSON document with the matches replaced in its strings and member names.
 
         All other bytes stay as they are, also numbers of any size. JSON within a string, such as a
-        tool call's arguments, is searched like a document, down to depth `DEEPEST`.
+        tool call's arguments, is searched like a document, down to depth `DEEPEST`;
+        deeper JSON is searched as plain text.
         """
         if not self._patterns:
             return document

@@ -514,7 +514,7 @@ def ratios_table(ratios: Ratios, other: str, rounds: int) -> Rows:
 
 
 def bars(peers: Mapping[str, Peer]) -> list[Bar]:
-    """Return the bars for Pawl; those of what was not measured have the value None."""
+    """Return the limits for Pawl's figures; a figure that was not measured is None."""
     pawl = peers.get("pawl", Peer(CONTENDERS["pawl"]))
     many, most = pawl.calls.get(MANY), pawl.streams.get(STREAMS[-1])
     alone = [peers[name].calls.get(ALONE) for name in ("pawl", "direct") if name in peers]
@@ -608,7 +608,7 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
 
 
 def format_parts(of: Mapping[str, float]) -> str:
-    """Format the sum of the values, and the values if there is more than one."""
+    """Format the sum of the values, and each by name if there are several; a dash for none."""
     if not of:
         return NONE
     shown = ", ".join(f"{name} {number(value)}" for name, value in of.items())

@@ -19,7 +19,7 @@ HELD_OUT_SEED = 1_000_003
 
 @dataclass(frozen=True)
 class Task:
-    """One task: its family, what the agent gets, and what a right answer is."""
+    """One task: its family, what the agent gets, and what `Stranger.reward` compares with."""
 
     family: str
     given: Any

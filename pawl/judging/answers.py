@@ -52,10 +52,10 @@ class Judge(Protocol):
 
 
 def read_answer(answer: bytes, episode: str) -> list[Statement]:
-    """Return the statements of an answer: a JSON object as `/feedback` takes it, or a list.
+    """Return the statements that a judge's program printed, or its function returned.
 
-    A statement without a target is about `episode`. A statement whose `value` is null is left out:
-    the judge cannot tell.
+    `answer` is JSON: an object as `/feedback` takes it, or a list of them. A statement without a
+    target is about `episode`. One whose `value` is null is left out: the judge cannot tell.
 
     Raises:
         JudgeFailed: the answer is not of this form, or longer than `MAX_ANSWER` bytes.
@@ -81,10 +81,10 @@ def read_answer(answer: bytes, episode: str) -> list[Statement]:
 
 
 def read_verdict(answer: bytes, episode: str) -> list[Statement]:
-    """Return the statements of a judge's answer about an episode, which may be a bare number.
+    """Return the statements as `read_answer` does, also from a bare number or an object of metrics.
 
-    The answer is a number (the reward), an object of metrics, or statements as `/feedback` takes
-    them. Null means that the judge cannot tell.
+    `answer` is JSON: a number (the reward), an object of metrics, or statements as `/feedback`
+    takes them. Null means that the judge cannot tell.
 
     Raises:
         JudgeFailed: the answer is none of these.
@@ -151,7 +151,7 @@ def _shown(answer: bytes) -> str:
 
 
 def idempotency_key(judge: str, episode: str) -> str:
-    """Return the idempotency key of a judge's answer about an episode; retries share it."""
+    """Return the idempotency key of a judge's statements about an episode; retries share it."""
     return "judge-" + sha256(f"{judge}\0{episode}".encode(errors="surrogatepass")).hexdigest()
 
 

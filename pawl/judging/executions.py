@@ -40,13 +40,13 @@ class _Call(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """An episode's export line, with only the fields that are read here."""
+    """An episode's line of `pawl export`, with only the fields that are read here."""
 
     calls: list[_Call]
 
 
 def executions(line: Line) -> list[Execution]:
-    """Return the tool calls whose results came back, in the order of their results.
+    """Return an episode's tool calls whose results came back, in the order of their results.
 
     A call that was denied or malformed was not executed.
     """

@@ -51,7 +51,7 @@ class ExitStatusJudge:
             raise JudgeError(f"--test-command is no regular expression: {error}") from error
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Return the reward of the last command that ran tests, or no statement."""
+        """Return the reward by the episode's last command that ran tests, or no statement."""
         passed: bool | None = None
         sessions: dict[str, str] = {}
         for execution in executions(msgspec.json.decode(line, type=Line)):

@@ -108,7 +108,7 @@ def lines_of(text: str) -> set[str]:
 
 
 def lines_written(executed: Iterable[Execution]) -> dict[str, set[str]]:
-    """Return by file name the lines that tool calls wrote and no later call removed."""
+    """Return by file name the lines that an episode's calls wrote and no later one removed."""
     written: dict[str, set[str]] = {}
     for execution in executed:
         for path, old, new in () if execution.succeeded is False else _edits(execution.arguments):

@@ -1,4 +1,4 @@
-"""Judge by a program that runs for each episode: one JSON line in, its answer out."""
+"""Judge by a program that runs for each episode: its export line in, statements out."""
 
 import shlex
 import shutil
@@ -9,7 +9,7 @@ from pawl.programs import TooMuchOutput, last_line, run_program
 
 
 class ProgramJudge:
-    """Run a command for each episode, and read its answer from standard output."""
+    """Run a command for each episode, and read the statements that it prints."""
 
     def __init__(self, command: Sequence[str], *, timeout_s: float, name: str | None = None):
         """Store the command; it is also the judge's name unless `name` is given.
@@ -36,7 +36,7 @@ class ProgramJudge:
         return read_answer(await self.answer(line), episode)
 
     async def answer(self, line: bytes) -> bytes:
-        """Run the program with the line on standard input, and return its output.
+        """Run the program with `line` on standard input, and return its standard output.
 
         Raises:
             JudgeFailed: the program cannot be started, takes too long, prints too much, or ends

@@ -229,7 +229,7 @@ class Judging:
             )
 
     async def _judge_and_post(self, episode: Episode) -> Outcome:
-        """Post the judge's answer, or its earlier unsent one, and return the outcome.
+        """Post the judge's statements, or its earlier unsent ones, and return the outcome.
 
         Raises:
             JudgeFailed: the judge gave no usable answer, or `/feedback` refused it.

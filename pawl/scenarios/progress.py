@@ -65,6 +65,7 @@ class Progress:
         phase: the current phase, in words.
         seconds: how long the run has worked, without the start of the processes.
         minutes: its time limit.
+        held_out: the results on the held-out tasks; the first is the base model's.
         updates: the trainer's finished updates.
         totals: the ledger's counts for each policy.
         serving: the leading policy's serving version; 0 is the base model.
@@ -94,7 +95,7 @@ class Progress:
 
     @property
     def best(self) -> HeldOut | None:
-        """Return the best held-out result after the base model's, or None if there is none."""
+        """Return the best held-out result of a version but the base model, or None."""
         return max(self.held_out[1:], key=lambda look: look.score, default=None)
 
     @property
@@ -204,7 +205,7 @@ def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
 
 
 def largest_fall(scores: Sequence[float]) -> float:
-    """Return how far a score was at most below the best earlier one; 0 if none was."""
+    """Return the largest distance of a score below the best earlier one; 0 if none is below."""
     bests = accumulate(scores, max)
     return round(
         max((best - score for best, score in zip(bests, scores, strict=True)), default=0), 4

@@ -81,7 +81,7 @@ def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
 
 
 def labelled_looks(progress: Progress) -> list[HeldOut]:
-    """Return the held-out results to label with their score: the first, the best and the last."""
+    """Return the held-out results to label: the base model's, the best later one, and the last."""
     looks = progress.held_out
     ends = [*looks[:1], *looks[1:][-1:]]
     return ends if progress.best is None or progress.best in ends else [*ends, progress.best]
@@ -163,6 +163,6 @@ def _describe_families(summary: dict[str, Any]) -> str:
 
 
 def _describe_best(summary: dict[str, Any]) -> str:
-    """Return the best held-out score in words, unless it is the last."""
+    """Return in words the best held-out score after the base model's, unless it is the last."""
     is_last = summary["best"] in (None, summary["after"])
     return "" if is_last else f" (best {summary['best']:.0%})"

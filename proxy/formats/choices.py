@@ -451,7 +451,10 @@ class _TokenData:
                 self._logprobs += [token.logprob for token in decoded.content]
 
     def sampled(self, usage: dict[str, Any] | None) -> SampledTokens:
-        """Return the gathered data; ids and log-probabilities are None if any was unreadable."""
+        """Return the data of all choices, with the number of tokens that `usage` has.
+
+        If any value was unreadable, all ids and log-probabilities are None.
+        """
         gathered: tuple[Any, ...] = (self._prompt_ids, self._ids, self._logprobs)
         prompt_ids, ids, logprobs = (
             None if values is None or self._unsound else tuple(values) for values in gathered

@@ -255,7 +255,7 @@ class Reply:
     ) -> Coroutine[Any, Any, bytes | None]:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `BodyStream.read_all` describes `grown`, and which bytes are kept.
+        `BodyStream.read_all` describes `grown`, and when the bytes are kept for the next reader.
 
         Raises:
             Torn: the body broke off.

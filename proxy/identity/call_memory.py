@@ -150,7 +150,7 @@ class CallMemory:
         return None
 
     def begin_trace(self, episode: str) -> None:
-        """Remember that the trace whose calls form `episode` began at this proxy."""
+        """Remember that this proxy got a trace's first call: its later ones join `episode` here."""
         self._traces.put(episode, True)
 
     def has_begun(self, episode: str) -> bool:

@@ -404,7 +404,7 @@ class Recorder:
                 self._unnamed = True
 
     def _end_outage(self) -> None:
-        """End the outage once gaps of all remembered episodes are written."""
+        """End the outage once the gaps of all known episodes that lost records are written."""
         if self._gaps or self._writing_gap:
             return
         self._spool.end_outage(named=not self._unnamed)
@@ -417,7 +417,7 @@ class Recorder:
         self._write_gaps()
 
     def _write_gaps(self) -> None:
-        """Write a `GapRecord` of the remembered episodes, unless one is being written."""
+        """Write a `GapRecord` of the episodes that lost records, unless one is being written."""
         if not self._gaps or self._writing_gap:
             return
         self._writing_gap, self._gaps = tuple(self._gaps), {}

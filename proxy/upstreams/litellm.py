@@ -272,7 +272,7 @@ class LitellmUpstream:
         return LitellmReply(200, [JSON], self._entry(model))
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """Return an entry for each model claimed by its full name; no provider is asked."""
+        """Return an entry for each full name in the upstream's `models`; no provider is asked."""
         return {
             model: msgspec.Raw(self._entry(model))
             for model in self._spec.models

@@ -23,7 +23,7 @@ class Grammar(Record, frozen=True, kw_only=True):
     - `choice`: a JSON list of the allowed replies
     - `regex`: a regular expression
     - `grammar`: a grammar in EBNF or Lark
-    - `tools`: a `ToolTag` as JSON
+    - `tools`: the inputs of a structural tag, a `ToolTag` as JSON
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The inputs of a structural tag.
+    """The inputs from which xgrammar makes a structural tag; the tag itself is not stored.
 
     `model` is vLLM's and xgrammar's name for the syntax of tool calls. `one_call` says whether a
     reply may call one tool at most.
@@ -66,14 +66,14 @@ class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def text_of_tag(tag: ToolTag) -> str:
-    """Return a tag as JSON for `parse_tag`; the order of a schema's keys matters, and is kept."""
+    """Return a tag's inputs as JSON for `parse_tag`; schemas keep the order of keys: it matters."""
     return json.dumps(msgspec.to_builtins(tag), separators=(",", ":"))
 
 
 def parse_tag(text: str) -> ToolTag:
-    """Return the tag that `text_of_tag` recorded.
+    """Return a tag's inputs from the text that `text_of_tag` made.
 
     Raises:
-        ValueError: the text is not a recorded tag.
+        ValueError: the text is not from `text_of_tag`.
     """
     return msgspec.convert(json.loads(text), type=ToolTag)

@@ -53,7 +53,7 @@ def used_temperature(requested: object) -> float | None:
 
 # vLLM's own limits on a bias (`SamplingParams.from_optional`).
 MOST_BIAS: Final = 100.0
-# vLLM holds counts in an int32.
+# The largest count (`top_k`, `min_tokens`) that vLLM can hold, in an int32.
 LARGEST_COUNT: Final = 2**31 - 1
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 

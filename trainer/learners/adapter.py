@@ -53,7 +53,7 @@ from trainer.recipes.recipe import AUTO, LoraOptions
 log = structlog.get_logger()
 
 TASK: Final = "CAUSAL_LM"
-# The name of experts in all architectures of transformers, and in models' own code.
+# The name of a layer's module of experts in all of transformers, and in models' own code.
 EXPERTS: Final = "experts"
 ROUTER_NAMES: Final = re.compile(r"(.*_)?router")
 # Beside experts, modules with these names are routers, too; elsewhere they may be anything.

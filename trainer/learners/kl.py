@@ -118,7 +118,10 @@ class KlToBase:
         return log_ratios.exp().clamp(max=self._ratio_cap)
 
     def figures(self) -> dict[str, float]:
-        """Return `kl_penalised`, the update's mean weighted k3, nats a token; empty without KL."""
+        """Return `kl_penalised`, in nats a token; empty without a KL penalty.
+
+        It is the mean k3 by the tokens' weights and ratios, without the coefficient.
+        """
         return {"kl_penalised": self._seen / self._weight} if self._weight else {}
 
 

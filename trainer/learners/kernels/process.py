@@ -83,8 +83,9 @@ def _glibc() -> ctypes.CDLL | None:
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
 
 
+# The file in which Linux says how much memory there is, and how much is free.
 MEMINFO: Final = Path("/proc/meminfo")
-# A container's memory in Linux's control groups, version 2.
+# The folder with a container's memory, in Linux's control groups, version 2.
 CGROUP: Final = Path("/sys/fs/cgroup")
 # Share of a CPU's memory that training leaves free: with none left the kernel kills processes.
 LEFT_FREE: Final = 0.1

@@ -254,7 +254,7 @@ def _limits_names_twice(schema: Schema) -> bool:
 
 
 def structural_tag(xgrammar: Any, text: str) -> str:
-    """Return the structural tag of a recorded `ToolTag`, as JSON, in the model's syntax.
+    """Return the structural tag made from a recorded `ToolTag`, as JSON, in the model's syntax.
 
     xgrammar has the tags of most syntaxes (`get_model_structural_tag`). For Hermes and its like,
     vLLM makes them (`vllm/tool_parsers/structural_tag_registry.py`): a call is a JSON object
