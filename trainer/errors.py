@@ -104,7 +104,7 @@ class CompanionFailed(LearnerError):
 
 
 class Unusable(LearnerError):
-    """Report that some episodes make an update impossible; only these may be consumed.
+    """Report that some episodes make an update impossible; these alone are consumed, untrained.
 
     `episodes` maps the id of each episode to blame to the cause; it is empty if they are unknown.
     They are consumed with `reason`. `metrics` are the update's figures so far.

@@ -104,9 +104,10 @@ def _is_by_model(member: Any) -> bool:
 
 
 def next_messages(call: dict[str, Any], after: list[Any], max_chars: int) -> list[Message]:
-    """Return the chat messages that ask about a call; `after` are the messages that followed it.
+    """Return the judge's prompt about a call, as chat messages.
 
-    Conversation, reply and next messages each get a third of `max_chars` characters.
+    `after` are the messages that followed the call's reply. They, the reply and the conversation
+    before it each get a third of `max_chars` characters.
     """
     most = max_chars // 3
     shown = {

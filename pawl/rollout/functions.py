@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -131,23 +132,10 @@ class _Program(Record, frozen=True):
     async def start(self) -> "_Host":
         """Start a process, and wait until it has imported the function, or raise ImportError."""
         kept = without_pawl_settings(os.environ)
-        # Only the owner may read what agents print.
-        log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(self.interpreter, "-P", function_host.__file__, *self.arguments),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                cwd=self.folder,
-                env=kept | run_environment(NOWHERE, given=kept),
-                limit=function_host.MAX_LINE,
-                # Ctrl-C must reach the parent alone, and the group is killed as a whole.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        finally:
-            os.close(log)
+            process = await self._spawn(kept | run_environment(NOWHERE, given=kept))
+        except OSError as error:
+            raise ImportError(f"its process cannot be started: {error}") from error
         host = _Host(process, self.log)
         try:
             first = await host.reply_to(None)
@@ -160,6 +148,25 @@ class _Program(Record, frozen=True):
             await host.kill()
             raise ImportError(first["error"])
         return host
+
+    async def _spawn(self, environment: Mapping[str, str]) -> Process:
+        # Only the owner may read what agents print.
+        log = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(self.interpreter, "-P", function_host.__file__, *self.arguments),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                cwd=self.folder,
+                env=environment,
+                limit=function_host.MAX_LINE,
+                # Ctrl-C must reach the parent alone, and the group is killed as a whole.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            os.close(log)
 
 
 class _Host:
@@ -205,16 +212,18 @@ class _Host:
 
     async def _read_replies(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            reply = msgspec.json.decode(line)
-            waiting = self._waiting.get(reply["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reply["result"])
-        # Processes that it started may be left.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        self.has_ended = True
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(None)
+        try:
+            while line := await self._process.stdout.readline():
+                reply = msgspec.json.decode(line)
+                waiting = self._waiting.get(reply["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply["result"])
+        finally:
+            # Processes that it started may be left.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            self.has_ended = True
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_result(None)

@@ -53,7 +53,7 @@ class Ledger:
         await self._engine.dispose()
 
     async def refresh(self) -> None:
-        """Refresh the figures in `progress`; they stay while the database does not answer."""
+        """Read the figures of `progress` again; without an answer of the database they stay."""
         self._updates = await self._query(list_updates) or self._updates
         self._versions = await self._query(list_versions) or self._versions
         progress = self._progress

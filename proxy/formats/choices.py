@@ -297,7 +297,7 @@ class ChoicesReply(ReplyParser):
         return self._hide_ids
 
     def _gather_choice(self, choice: Object) -> bool:
-        """Gather a choice's token data, and hide added values; return whether any was changed."""
+        """Gather a choice's token data, hide what only Pawl asked for; return if it was changed."""
         changed = self._gather_prompt_ids(choice)
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         if ids is not None and memoryview(ids)[0] != _ARRAY:

@@ -33,7 +33,7 @@ Mark = tuple[int, int, int] | str
 
 
 class OwnersFile:
-    """The tenants that own the policies, read from the policies file whenever it changes."""
+    """The policies' tenants by the policies file, which is read again whenever it changes."""
 
     def __init__(self, path: Path | None) -> None:
         """Store the path of the policies file; the first `current_owners` reads it."""

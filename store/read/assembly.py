@@ -245,7 +245,7 @@ def assign_tools(rows: Sequence[Any], events: Iterable[Any]) -> ToolsByCall:
 def _feedback_by_call(
     feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
 ) -> dict[UUID | None, list[Any]]:
-    """Return statements by the call that they are about; None has those about the episode."""
+    """Return feedback rows by the id of their call; those about the whole episode are at None."""
     own = {part.id for part in parts if part.method == OWN_EPISODE}
     return group_rows(
         feedback,

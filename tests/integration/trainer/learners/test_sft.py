@@ -165,4 +165,7 @@ def test_a_saved_version_is_continued_exactly(
 
 
 def test_sft_learner_can_rehearse(renew: Renew) -> None:
-    renew(sft_recipe()).rehearse()
+    made = renew(sft_recipe())
+    made.rehearse()
+    made.restore(None)
+    assert math.isfinite(made.update(imitated(0))["loss"])
