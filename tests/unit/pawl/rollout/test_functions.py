@@ -245,7 +245,5 @@ async def test_function_that_cannot_be_imported_is_refused_with_the_reason(
 
 async def test_process_that_cannot_be_started_is_named_with_the_reason(folder: Path) -> None:
     agent = FunctionAgent("agent:answer", folder / "nowhere" / "log", 1, folder=folder)
-    with pytest.raises(
-        RolloutError, match="its process cannot be started: .*nowhere"
-    ):
+    with pytest.raises(RolloutError, match=r"its process cannot be started: .*nowhere"):
         await agent.start()
