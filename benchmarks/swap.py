@@ -40,7 +40,6 @@ from trainer.learners.model import Base
 from trainer.policies import lock_policy
 from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import USUAL_SLOTS, TrainerSettings
 from trainer.updates.versions import begin_policy
@@ -291,7 +290,6 @@ async def _publish_all(
         await lock_policy(guard, POLICY, "publish")
         await begin_policy(engine, POLICY, None, None)
         imports = AdapterImport(settings, recipe, engine, learner, POLICY)
-        publisher = Publisher(engine, servers, POLICY, recipe)
         made = count()
 
         async def load() -> None:
@@ -300,7 +298,7 @@ async def _publish_all(
             step = time.monotonic()
             version = await imports.write(prepared)
             recorded = time.monotonic()
-            await imports.publish(publisher, version)
+            await imports.until_published(version)
             events.append(AdapterLoad(f"{POLICY}@{version}", step, recorded, time.monotonic()))
 
         async def look() -> int:

@@ -306,12 +306,14 @@ async def record_update(
     policy: str,
     version: int | None,
     adapter_path: str | None,
+    rule: Mapping[str, Any] | None = None,
     baselines: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a finished update: consume its episodes and add the version that it made.
 
     `outcomes` has one for each claimed episode. `version` is None if nothing was trained, as no
-    group had a signal. `baselines` is the state that the next update's moving baselines start from.
+    group had a signal. `rule` is what the version is judged by (`add_version`). `baselines` is the
+    state that the next update's moving baselines start from.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -328,7 +330,7 @@ async def record_update(
     if version is not None and adapter_path is not None:
         source = metrics.get(IMPORTED_FROM)
         await add_version(
-            connection, policy, version, adapter_path, update_id, imported_from=source
+            connection, policy, version, adapter_path, update_id, rule=rule, imported_from=source
         )
 
 

@@ -18,7 +18,7 @@ from store.schema.tables import (
     LIVE,
     MANIFEST_SHA256,
     OF_A_VERSION,
-    PROBE_TOLERANCE,
+    PROMOTED_WHEN_LOADED,
     ROLLBACK_TARGET,
     SERVABLE,
     THROUGHPUT,
@@ -37,7 +37,7 @@ def _of_own_update(label: str, value: ColumnElement[Any]) -> Any:
 
 
 # A version with the hash of its manifest, its KL to the base model, and how fast it was trained
-# (figures of its own update), and the probe's tolerance (in that update's recipe).
+# (figures of its own update).
 _VERSIONS: Final = select(
     policies,
     _of_own_update(MANIFEST_SHA256, updates.c.metrics[MANIFEST_SHA256].astext),
@@ -49,7 +49,6 @@ _VERSIONS: Final = select(
             type_=updates.c.metrics.type,
         ),
     ),
-    _of_own_update(PROBE_TOLERANCE, updates.c.recipe["publish"]["tolerance"].as_float()),
 ).order_by(policies.c.name, policies.c.version)
 _SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
 # The part of a key up to and with the separator (`store.tenants`); empty for the default tenant.
@@ -119,6 +118,12 @@ _KEPT_TO_PROMOTE: Final = text(
     ORDER BY span, version
     """
 )
+_TO_PROMOTE: Final = text(
+    f"""
+    SELECT DISTINCT COALESCE(gate->'publish_with', jsonb_build_array(name)) AS names
+    FROM policies WHERE {LIVE} AND state = 'loaded' AND {PROMOTED_WHEN_LOADED}
+    """
+)
 _ROLLBACK_TARGET: Final = text(f"SELECT {ROLLBACK_TARGET.format(name=':name')}")
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
@@ -162,6 +167,22 @@ async def versions_in_states(
 ) -> list[PolicyVersion]:
     """Return the versions of a policy in these states, oldest first."""
     return await _versions(connection, name, policies.c.state.in_(states))
+
+
+async def newest_written(connection: AsyncConnection) -> list[tuple[PolicyVersion, str]]:
+    """Return each policy's newest version in state `written`, with its base model's served name."""
+    written = await _versions(connection, None, text(LIVE), policies.c.state == "written")
+    newest = {version.name: version for version in written}
+    query = select(policies.c.name, policies.c.served_name).where(
+        policies.c.name.in_(list(newest)), policies.c.version == 0
+    )
+    rows = await connection.execute(query) if newest else ()
+    return [(newest[row.name], row.served_name) for row in rows]
+
+
+async def groups_to_promote(connection: AsyncConnection) -> list[list[str]]:
+    """Return the policies with loaded versions that need no decision, as groups that go live."""
+    return [row.names for row in await connection.execute(_TO_PROMOTE)]
 
 
 async def versions_with_files(

@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NotRequired, TypedDict, Unpack
 from uuid import UUID
 
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import func, insert, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import RolledBack, StateChanged, UnknownPolicy, WrongVersionState
 from store.ids import new_id
-from store.schema.tables import CONTROL, PROMOTED_WHEN_LOADED, ROLLBACK_TARGET, policies
+from store.schema.tables import CONTROL, LIVE, PROMOTED_WHEN_LOADED, ROLLBACK_TARGET, policies
 from store.tenants import DEFAULT
 from store.version_queries import numbered_version, rollback_target, versions_in_states, why_held
 from store.versions import (
@@ -161,7 +161,9 @@ _RESTART_WATCH: Final = text(
 )
 _TO_PROMOTE_TOGETHER: Final = text(
     f"""
-    SELECT {VERSION_COLUMNS}, changed_at < now() - make_interval(secs => :wait_s) AS has_waited
+    SELECT {VERSION_COLUMNS}, CAST(gate->>'wait_for_others_s' AS double precision) AS wait_s,
+        changed_at < now() - make_interval(secs =>
+            COALESCE(CAST(gate->>'wait_for_others_s' AS double precision), 0)) AS has_waited
     FROM policies p
     WHERE name = ANY(CAST(:names AS text[])) AND state = 'loaded' AND {PROMOTED_WHEN_LOADED}
         AND NOT EXISTS (SELECT FROM policies b
@@ -174,13 +176,21 @@ _DECIDED_ABOUT: Final = text(
     " AND (gate->>'mode' = 'evaluated'"
     " OR gate->>'mode' = 'immediate' AND gate->>'approve' = 'true')"
 )
+_SET_PUBLISH_WITH: Final = text(
+    f"""
+    UPDATE policies SET gate = COALESCE(gate, '{{}}')
+        || jsonb_build_object('publish_with', CAST(:together AS text[]),
+            'wait_for_others_s', CAST(:wait_s AS double precision))
+    WHERE name = :name AND {LIVE} AND state IN ('written', 'loaded')
+    """
+)
 # `clock_timestamp()`, as the change of rewards has waited for all transactions that store some.
 _JUDGE_BY: Final = text(
     f"""
     UPDATE policies SET gate = gate || CAST(:units AS jsonb),
         changed_at = CASE WHEN state IN ('canary', 'retired') THEN clock_timestamp()
             ELSE changed_at END
-    WHERE name = :name AND (state IN ('loaded', 'canary', 'serving') OR {CONTROL})
+    WHERE name = :name AND (state IN ('written', 'loaded', 'canary', 'serving') OR {CONTROL})
     RETURNING version, state
     """
 )
@@ -343,10 +353,13 @@ async def add_version(
     adapter_path: str,
     update_id: UUID,
     *,
+    rule: Mapping[str, Any] | None = None,
     imported_from: str | None = None,
 ) -> None:
     """Record a new version, in state `written`, whose adapter is complete on disk.
 
+    The controller publishes and judges it by `rule`: its recipe's `[publish]` and what that needs
+    (`Recipe.judged_by`), and `publish_with`, the policies that go live with it. None: the defaults.
     `imported_from` is the origin of an imported adapter, which no update trained; else None.
     """
     base = policies.alias("base")
@@ -360,6 +373,7 @@ async def add_version(
             tenant=func.coalesce(tenant.scalar_subquery(), DEFAULT),
             adapter_path=adapter_path,
             update_id=update_id,
+            gate=null() if rule is None else dict(rule),
         )
     )
     why = "its update is done" if imported_from is None else f"imported from {imported_from}"
@@ -374,14 +388,13 @@ async def make_loaded(
     connection: AsyncConnection,
     name: str,
     version: int,
-    rule: Mapping[str, Any],
     **why: Unpack[Why],
 ) -> None:
-    """Move `version`, which every server has, to state `loaded`, and store its `rule`.
+    """Move `version`, which every server that answers has, to state `loaded`.
 
-    The gate follows this rule. Older versions that still wait for traffic are retired, as this
-    version descends from them. But the oldest stays if it is to be evaluated or approved: otherwise
-    no such decision would ever be made while new versions come quickly.
+    Older versions that still wait for traffic are retired, as this version descends from them. But
+    the oldest stays if it is to be evaluated or approved: otherwise no such decision would ever be
+    made while new versions come quickly.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -394,7 +407,6 @@ async def make_loaded(
         if older.version < version and older.version != decided_about:
             newer = f"{name}@{version} is newer, and waits instead"
             await change_state(connection, older, "retired", reason=newer, actor=why["actor"])
-    await _set_columns(connection, name, version, gate=dict(rule))
     await change_state(connection, new, "loaded", **why)
 
 
@@ -422,9 +434,9 @@ async def promote(
 
     The control stays, with `control_share` of the new episodes (None: what the rule of `version`
     says; 0: there is no control). The version that had the traffic becomes the control if there is
-    none yet, or if the controller tried `version` against it. A version that a trainer promotes
-    while training is held was begun before the hold: training stays held, and the control keeps its
-    share.
+    none yet, or if the controller tried `version` against it. If the controller promotes an untried
+    version while training is held, its update began before the hold: training stays held, and the
+    control keeps its share.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -439,13 +451,14 @@ async def promote(
     _check_allowed(new, "serving", why["reason"])
     control = (await connection.execute(_CONTROL, {"name": name, "version": version})).one()
     share = (control.share if control_share is None else control_share) or None
-    held = await why_held(connection, name) if why["actor"] == "trainer" else None
+    was_tried = control.was_tried and why["actor"] == "controller"
+    is_new = new.state == "loaded" and why["actor"] == "controller"
+    held = await why_held(connection, name) if is_new and not was_tried else None
     if held is not None:
         share = control.now
     if control.version == version:
         share = None
     for serving in await versions_in_states(connection, name, "serving"):
-        was_tried = control.was_tried and why["actor"] == "controller"
         is_control = control.version is None or was_tried
         if is_control:
             await _set_control(connection, name, share=None)
@@ -521,30 +534,41 @@ async def restart_watch(connection: AsyncConnection, name: str) -> None:
 
 
 async def promote_together(
-    connection: AsyncConnection, names: Sequence[str], wait_s: float
+    connection: AsyncConnection, names: Sequence[str]
 ) -> list[PolicyVersion]:
     """Promote the loaded versions of these policies together, if it is due; return the versions.
 
-    It is due if every policy has a loaded version, or if one version has waited for `wait_s`
-    seconds; else return []. Several trainers may call this at the same time. Frozen policies, and
-    versions that wait to be judged or approved, are left out.
+    It is due if every policy has a loaded version, or if one version has waited for the
+    `wait_for_others_s` of its rule; else return []. Several controllers may call this at the same
+    time. Frozen policies, and versions that wait to be judged or approved, are left out.
     """
     loaded: Sequence[Any] = ()
     # Nothing is locked until it is due: the partners' new versions must not have to wait.
     for is_locked in (False, True):
         if is_locked:
             await lock_policies(connection, names)
-        values = {"names": list(names), "wait_s": wait_s}
-        loaded = (await connection.execute(_TO_PROMOTE_TOGETHER, values)).all()
+        loaded = (await connection.execute(_TO_PROMOTE_TOGETHER, {"names": list(names)})).all()
         are_all = {row.name for row in loaded} == set(names)
         if not (are_all or any(row.has_waited for row in loaded)):
             return []
     why = "it is loaded"
     if not are_all:
-        why = f"it has waited for {wait_s:g} s for others to go live with"
+        wait_s = next(row.wait_s for row in loaded if row.has_waited)
+        why = f"it has waited for {wait_s or 0.0:g} s for others to go live with"
     for row in loaded:
-        await promote(connection, row.name, row.version, reason=why, actor="trainer")
+        await promote(connection, row.name, row.version, reason=why, actor="controller")
     return [version_of(row) for row in loaded]
+
+
+async def set_publish_with(
+    connection: AsyncConnection, name: str, together: Sequence[str], wait_s: float
+) -> None:
+    """Let the policy's versions that have no traffic yet go live with the policies `together`.
+
+    They wait for these for at most `wait_s` seconds.
+    """
+    values = {"name": name, "together": list(together), "wait_s": wait_s}
+    await connection.execute(_SET_PUBLISH_WITH, values)
 
 
 # Judging

@@ -39,8 +39,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     manifest_sha256: str | None = None
     kl_to_base: float | None = None
     throughput: Mapping[str, float] = {}
-    # How much the served version's log-probabilities may differ from the trainer's, by its recipe.
-    probe_tolerance: float | None = None
+    # Its rule (`store.version_states.add_version`); None: it has none, or it was not read.
+    gate: Mapping[str, Any] | None = None
     # A canary's share of new episodes; or the control's, which is the retired version that has one.
     share: float | None = None
     # Retired or rolled back, and no server keeps it for its episodes any more.
@@ -102,7 +102,7 @@ def version_of(row: Any) -> PolicyVersion:
         manifest_sha256=getattr(row, "manifest_sha256", None),
         kl_to_base=getattr(row, "kl_to_base", None),
         throughput=getattr(row, "throughput", None) or {},
-        probe_tolerance=getattr(row, "probe_tolerance", None),
+        gate=getattr(row, "gate", None),
         tenant=row.tenant,
         share=row.share,
         unloaded=row.unloaded_at is not None,

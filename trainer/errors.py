@@ -53,6 +53,10 @@ class Misserved(PublishError):
     """Report that a server applied a version differently from the trainer; it was unloaded."""
 
 
+class WrongBase(Misserved):
+    """Report that a server has another base model than the trainer: no version is to blame."""
+
+
 class FilesUnread(TrainerError):
     """Report that a version's files cannot be read for now; reading is retried later."""
 

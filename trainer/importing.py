@@ -3,21 +3,24 @@
 See docs/decisions/049-files-kept-by-state.md.
 
 An import is an update that trains nothing. It locks the policy, begins an update without episodes,
-writes the files into a temporary folder and renames it, records the version in one transaction, and
-probes it. If it is killed, the next trainer finishes or undoes it (`trainer.updates.recording`).
+writes the files into a temporary folder and renames it, and records the version in one transaction.
+Then it waits until the controller has published the version, like one that was trained. If it is
+killed, the next trainer finishes or undoes it (`trainer.updates.recording`).
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
+from typing import Final
 
-import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claims import IMPORTED_FROM
 from store.policy_table import open_policies
 from store.versions import PolicyVersion
-from trainer.errors import FilesUnread, PublishError, UpstreamAway
+from trainer.errors import PublishError
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policies import base_model, check_publishing, importing_policy, lock_policy
@@ -31,25 +34,30 @@ from trainer.publishing.foreign import (
     why_not_plain,
 )
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.publishing.sources import trainer_files
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.training import Training
-from trainer.updates.versions import PolicyVersions, begin_policy
+from trainer.updates.versions import (
+    PUBLISHED_WITHIN_S,
+    PolicyVersions,
+    begin_policy,
+    warn_of_wait,
+)
 
-log = structlog.get_logger()
+# Seconds between checks whether the controller has published the version.
+POLL_S: Final = 0.2
 
 
 async def import_adapter(
     settings: TrainerSettings, engine: AsyncEngine, name: str, directory: Path
 ) -> PolicyVersion:
-    """Make the PEFT adapter in `directory` the next version of policy `name`, and publish it.
+    """Make the PEFT adapter in `directory` the next version of policy `name`, and await its end.
 
     Return the version. It is `serving`, or `loaded` if it waits for other policies' versions or for
-    a decision, or `written` if a model server does not answer: then the policy's trainer publishes
-    it as soon as it starts.
+    a decision, or still `written` if no controller published it within PUBLISHED_WITHIN_S seconds,
+    or a model server does not answer: then a controller publishes it later.
 
     Raises:
         TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
@@ -74,17 +82,20 @@ async def import_adapter(
             await asyncio.to_thread(learner.adopt, directory)
             await claims.check_connected(guard)
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
-            imported = AdapterImport(settings, recipe, engine, learner, name)
+            imported = AdapterImport(settings, recipe, engine, learner, name, chosen.together)
             number = await imported.write(directory)
-            publisher = Publisher(engine, servers, name, recipe, chosen.together)
-            return await imported.publish(publisher, number)
+            await servers.files.offer(imported.folder(number))
+            # Without a server it would wait in vain.
+            return await imported.until_published(
+                number, 0.0 if servers.is_any_away else PUBLISHED_WITHIN_S
+            )
         finally:
             # Otherwise the pool would keep the connection, and with it the hold on the policy.
             await guard.invalidate()
 
 
 class AdapterImport:
-    """Write, record and publish an adapter that a learner has adopted."""
+    """Write and record an adapter that a learner has adopted."""
 
     def __init__(
         self,
@@ -93,16 +104,20 @@ class AdapterImport:
         engine: AsyncEngine,
         learner: LearnerProtocol,
         policy: str,
+        together: Sequence[str] = (),
     ) -> None:
-        """Connect the stages; `policy` is the name of the policy that gets the version."""
+        """Connect the stages; `policy` is the name of the policy that gets the version.
+
+        `together` are the policies that go live together, this one included (empty: none).
+        """
         self._engine = engine
         self._recipe = recipe
         self._policy = policy
         self._folder = settings.adapter_dir
         self._versions = PolicyVersions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
-        self._recording = Recording(engine, policy)
-        self._recovery = Recovery(engine, self._folder, policy)
+        self._recording = Recording(engine, policy, recipe.judged_by, together)
+        self._recovery = Recovery(self._recording, self._folder)
 
     async def write(self, directory: Path) -> int:
         """Write and record the adopted adapter as the next version, and return its number.
@@ -150,21 +165,27 @@ class AdapterImport:
                 f"{serving.served_name} already serves these weights: nothing to import",
             )
 
-    async def publish(self, publisher: Publisher, number: int) -> PolicyVersion:
-        """Publish version `number`, and return it.
+    def folder(self, number: int) -> Path:
+        """Return the folder of version `number`."""
+        return adapters.version_folder(self._folder, self._policy, number)
 
-        It stays `written` if a server is away, or if its files cannot be read for now.
+    async def until_published(
+        self, number: int, within_s: float = PUBLISHED_WITHIN_S
+    ) -> PolicyVersion:
+        """Return version `number` once the controller has loaded it, or after `within_s` seconds.
 
         Raises:
-            PublishError: it was rejected.
+            PublishError: the controller rejected it.
         """
-        try:
-            why = await self._recovery.publish_written(publisher)
-        except (UpstreamAway, FilesUnread) as error:
-            why = None
-            log.warning("version_waits", version=number, reason=str(error))
+        give_up_at = perf_counter() + within_s
         version = await self._versions.numbered(number)
-        if why is not None:
+        while version.state == "written" and perf_counter() < give_up_at:
+            await asyncio.sleep(POLL_S)
+            version = await self._versions.numbered(number)
+        if version.state == "written":
+            warn_of_wait(version)
+        if version.state == "rejected":
+            why = await self._versions.newest_reason(number)
             raise PublishError(
                 f"{version.served_name} was rejected, and the earlier version keeps the"
                 f" traffic: {why}"

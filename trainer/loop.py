@@ -1,9 +1,10 @@
-"""Run one update after the other: claim, plan, train, write, record, publish.
+"""Run one update after the other: claim, plan, train, write, record.
 
 Each episode is trained exactly once (docs/decisions/024-exactly-once.md). A
 claim lives in the database; a version exists from the moment its folder is renamed into
 place; its episodes are consumed in the transaction that records it. What a kill leaves
-unfinished is finished or undone by `trainer.updates.recording`.
+unfinished is finished or undone by `trainer.updates.recording`. A recorded version is `written`:
+the controller loads, probes and promotes it, or rejects it. No further update is trained before.
 
 An update depends on no clock, no generated id and no chance: the same claim gives the same
 version, bit by bit, however often it is begun.
@@ -12,6 +13,7 @@ version, bit by bit, however often it is begun.
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Final
 
@@ -24,6 +26,7 @@ from store.claim_query import exclude_after_fault
 from store.claims import Claim
 from store.errors import ClaimSpoilt
 from store.read.evaluations import Evaluation, rewards_by_version
+from store.read.gates import newest_promoted
 from store.versions import PolicyVersion
 from trainer.errors import (
     MEMORY_REMEDY,
@@ -34,13 +37,11 @@ from trainer.errors import (
     Unusable,
 )
 from trainer.learners.protocol import LearnerProtocol
-from trainer.metrics import UPDATE_SECONDS, show_pause
+from trainer.metrics import TRAINED_VERSION, UPDATE_SECONDS, UPDATES, show_pause
 from trainer.publishing.adapters import version_folder
 from trainer.publishing.cleaning import Cleaning
-from trainer.publishing.model_server import ModelServer
+from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.pacing import Pacing
-from trainer.publishing.probe import ProbeRow
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
@@ -51,7 +52,7 @@ from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
 from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training, in_thread
-from trainer.updates.versions import PolicyVersions
+from trainer.updates.versions import PUBLISHED_WITHIN_S, PolicyVersions, warn_of_wait
 
 log = structlog.get_logger()
 
@@ -71,30 +72,35 @@ class Loop:
         settings: TrainerSettings,
         recipe: Recipe,
         engine: AsyncEngine,
-        publisher: Publisher,
+        servers: Replicas,
         learner: LearnerProtocol,
         policy: str,
+        *,
+        together: Sequence[str] = (),
+        known: Sequence[str] | None = None,
         breaker: CircuitBreaker | None = None,
         trackers: Trackers | None = None,
     ) -> None:
         """Connect the stages of an update; `policy` is the name of the policy in training.
 
-        `breaker` and `trackers` outlive the loop, which ends when its database connection is lost.
+        `together` are the policies that must go live together, this one included (empty: none), and
+        `known` the configured policies (None: all that have versions). `breaker` and `trackers`
+        outlive the loop, which ends when its database connection is lost.
         """
         folder = settings.adapter_dir
-        servers = publisher.servers
         self._engine, self._recipe, self._policy = engine, recipe, policy
-        self._publisher = publisher
+        self._servers = servers
+        self._together = tuple(together) or (policy,)
         self._rule = claim_rule(recipe, policy)
-        self._pacing = Pacing(servers, policy, recipe, publisher.together, known=publisher.known)
+        self._pacing = Pacing(servers, policy, recipe, self._together, known=known)
         self._claiming = Claiming(engine, self._rule, recipe.model_dump(mode="json"), self._pacing)
         self._versions = PolicyVersions(engine, folder, policy)
         key, probe = settings.teacher_api_key, learner.vocabulary_probe
         teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
         self._learner = learner
         self._training = Training(learner, folder, self._versions, teacher)
-        self._recording = Recording(engine, policy)
-        self._recovery = Recovery(engine, folder, policy)
+        self._recording = Recording(engine, policy, recipe.judged_by, self._together)
+        self._recovery = Recovery(self._recording, folder)
         self._cleaning = Cleaning(engine, servers, policy, folder)
         self._breaker = breaker or CircuitBreaker()
         self._trackers = trackers or Trackers((), folder, {})
@@ -103,6 +109,10 @@ class Loop:
         self._looked_at = -EXPIRE_S
         # Time of the next check that model servers answer.
         self._ask_at = 0.0
+        # The version that the controller has still to publish, and since when it is awaited.
+        self._awaited: PolicyVersion | None = None
+        self._awaited_since = 0.0
+        self._is_wait_logged = False
         # The next update, if it was claimed and planned while its parent was published.
         self._ahead: tuple[Claim, Plan] | None = None
         own_folder = version_folder(folder, policy, 0).parent
@@ -130,15 +140,8 @@ class Loop:
             )
 
     async def recover(self) -> None:
-        """Finish or abandon the update that a killed trainer left, and publish a written version.
-
-        While the model servers are suspected it is not published: `test_if_due` does that later.
-        """
+        """Finish or abandon the update that a killed trainer left, and delete unneeded files."""
         await self.finish_killed()
-        await self._cleaning.clean()
-        if not self._breaker.suspects_servers:
-            await self._recovery.publish_written(self._publisher)
-        # Fewer older versions are needed once a new one has the traffic.
         await self._cleaning.clean()
 
     async def check_server(self) -> None:
@@ -162,25 +165,22 @@ class Loop:
             self._log_pause()
         else:
             self._breaker.end_suspicion()
-            self._breaker.tested_return_count = self._publisher.servers.return_count
+            self._breaker.tested_return_count = self._servers.return_count
 
     async def test_if_due(self) -> None:
         """If training is paused and a test is due, test whether updates could go on.
 
-        If so, the pause ends, samples of a server that was at fault are excluded, and a version
-        whose publication waited for the test is published.
+        If so, the pause ends, and samples of a server that was at fault are excluded.
         """
         breaker = self._breaker
         if breaker.test_is_due and await self._has_test_slot():
             is_suspect = breaker.suspects_servers
             test = self._self_test
             why = await (test.why_servers_fail() if is_suspect else test.why_update_fails())
-            breaker.tested_return_count = self._publisher.servers.return_count
+            breaker.tested_return_count = self._servers.return_count
             breaker.apply_test_result(why)
             if why is None:
                 await self._exclude_wrong_samples()
-            if why is None and is_suspect:
-                await self._recovery.publish_written(self._publisher)
             log.warning("self_test", policy=self._policy, passed=why is None, reason=why)
         show_pause(self._policy, breaker.reason)
 
@@ -193,20 +193,21 @@ class Loop:
             return await self._pacing.has_test_slot(connection)
 
     async def watch_servers(self) -> None:
-        """Check that model servers answer, and promote versions that waited for other policies'.
+        """Check that model servers answer, and show the newest promoted version.
 
         Once a replica is back, training pauses until it is tested: its base model may have changed.
 
         Raises:
             UpstreamAway: no server answers.
         """
-        servers = self._publisher.servers
-        if servers.is_any_away or perf_counter() >= self._ask_at:
-            await servers.ask(ModelServer.models)
+        if self._servers.is_any_away or perf_counter() >= self._ask_at:
+            await self._servers.ask(ModelServer.models)
             self._ask_at = perf_counter() + SERVER_CHECK_S
-        if servers.return_count != self._breaker.tested_return_count:
+        if self._servers.return_count != self._breaker.tested_return_count:
             self._breaker.pause_until_test("a model server was away, and may be another one now")
-        await self._publisher.go_live()
+        async with self._engine.connect() as connection:
+            newest = await newest_promoted(connection, self._policy)
+        TRAINED_VERSION.labels(self._policy).set(newest)
 
     async def stop(self) -> None:
         """Record the running update if its version exists, else free its episodes, if possible."""
@@ -221,14 +222,15 @@ class Loop:
         """Run one update if enough episodes are ready; return whether there was one.
 
         If cancelled, a version that exists already is recorded; otherwise the episodes are freed.
-        With `looks_ahead` the next update is claimed and planned while the version is published;
-        the next call continues it, or frees its episodes.
+        There is none before the controller has published the version of the one before. With
+        `looks_ahead` the next update is claimed and planned meanwhile; the next call continues it,
+        or frees its episodes.
         """
+        if not await self.is_published():
+            return False
         started = perf_counter()
         # A newer version would start the wait for other policies' versions again, maybe for ever.
-        waits_for_others = (
-            len(self._publisher.together) > 1 and await self._versions.waits_to_go_live()
-        )
+        waits_for_others = len(self._together) > 1 and await self._versions.waits_to_go_live()
         if waits_for_others or await self._versions.is_held():
             await self._free_next_update()
             return False
@@ -292,7 +294,7 @@ class Loop:
     async def _run_update(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
     ) -> None:
-        """Make and publish the version of a claim, or only record the update if there is no signal.
+        """Make and record the version of a claim, or only record the update if there is no signal.
 
         Raises:
             LearnerError: the update cannot be computed; its claim is still open.
@@ -303,21 +305,14 @@ class Loop:
             await self._recording.record_update(claim, plan, plan.metrics)
             self._trackers.log(self._policy, plan.metrics, number)
             return
-        version, probe = await self._make_version(claim, plan, parent, number)
-        publishing = asyncio.create_task(self._publish(version, probe))
-        try:
-            if looks_ahead:
-                await self._look_ahead(version, publishing)
-            await publishing
-        finally:
-            publishing.cancel()
-            await asyncio.gather(publishing, return_exceptions=True)
-        await self._cleaning.clean()
+        version = await self._make_version(claim, plan, parent, number)
+        if looks_ahead:
+            await self._look_ahead(version)
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
-    ) -> tuple[PolicyVersion, Sequence[ProbeRow]]:
-        """Train, write and record version `number`; return it, and its probe rows."""
+    ) -> PolicyVersion:
+        """Train, write and record version `number`, and return it."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         policy_logprobs = self._training.policy_logprobs()
         new = await self._training.describe_version(claim, plan, number, plan.metrics | trained)
@@ -326,31 +321,22 @@ class Loop:
             claim, plan, new.metrics, (number, folder), policy_logprobs
         )
         self._trackers.log(self._policy, new.metrics, number)
-        return await self._versions.numbered(number), new.probe
+        return await self._versions.numbered(number)
 
-    async def _look_ahead(self, parent: PolicyVersion, publishing: asyncio.Task[None]) -> None:
-        """Claim and plan the next update of `parent`, while `parent` is being published.
+    async def _look_ahead(self, parent: PolicyVersion) -> None:
+        """Claim and plan the next update of `parent`, while the controller publishes `parent`.
 
-        The result is the same as after the publication: the update of `parent` is already recorded,
-        and publishing does not use the learner.
+        The result is the same as after the publication: the update of `parent` is recorded already.
         """
-
-        async def test_servers(distant: int, measured: int) -> None:
-            await asyncio.wait([publishing])
-            await self._test_servers(distant, measured)
-
         # A version that waits for a decision has no traffic when it is published.
         serves = self._recipe.publish.serves_at_once
         claim = await self._claiming.claim_update(parent.version, parent_serves=serves)
         if claim is None:
             return
         try:
-            self._ahead = claim, await self._training.plan(claim, self._recipe, test_servers)
-        except Exception as error:
-            # An error of the next update must not keep `parent` from being published.
-            await asyncio.wait([publishing])
-            if not isinstance(error, LearnerError):
-                raise
+            plan = await self._training.plan(claim, self._recipe, self._test_servers)
+            self._ahead = claim, plan
+        except LearnerError as error:
             await self._undo_update(claim, error)
 
     async def _free_next_update(self) -> None:
@@ -360,14 +346,44 @@ class Loop:
             why = "it was planned for a version that does not serve, or training is paused"
             await self._recovery.abandon_update(claim.update_id, why)
 
-    async def _publish(self, version: PolicyVersion, probe: Sequence[ProbeRow]) -> None:
-        """Publish a new version, and note success or rejection."""
-        why = await self._recovery.publish(self._publisher, version, probe)
-        if why is not None:
+    @property
+    def awaits_controller(self) -> bool:
+        """Return whether the controller had still to publish a version at the last check."""
+        return self._awaited is not None
+
+    async def is_published(self) -> bool:
+        """Return whether the controller has loaded or rejected the policy's newest version.
+
+        Before that, the version's files are offered to other machines. Its end is noted once.
+        """
+        written = await self._versions.written()
+        if written:
+            await self._await_controller(written[-1])
+            return False
+        if self._awaited is not None:
+            awaited, self._awaited = await self._versions.numbered(self._awaited.version), None
+            await self._note_published(awaited)
+        return True
+
+    async def _await_controller(self, version: PolicyVersion) -> None:
+        if self._awaited is None or self._awaited.version != version.version:
+            await self._servers.files.offer(Path(version.adapter_path or ""))
+            self._awaited, self._awaited_since = version, perf_counter()
+            self._is_wait_logged = False
+        elif not self._is_wait_logged and perf_counter() > self._awaited_since + PUBLISHED_WITHIN_S:
+            self._is_wait_logged = True
+            warn_of_wait(version)
+
+    async def _note_published(self, version: PolicyVersion) -> None:
+        """Count a rejection, or forget earlier ones; files of older versions may go now."""
+        if version.state == "rejected":
+            UPDATES.labels(self._policy, "rejected").inc()
+            why = await self._versions.newest_reason(version.version)
             self._breaker.count_failure(why, "rejected")
             self._log_pause()
         else:
             self._breaker.forget_failures()
+        await self._cleaning.clean()
 
     async def _test_servers(self, distant: int, measured: int) -> None:
         """Test the model servers, as `distant` of `measured` episodes are too far off the policy.

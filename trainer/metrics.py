@@ -11,12 +11,12 @@ from trainer.updates.circuit_breaker import PauseReason
 UPDATES = Counter(
     "pawl_updates_total",
     "Updates: `trained`, `no_signal` (all advantages were 0), `released` (given back) or `rejected`"
-    " (the version failed its probe).",
+    " (the controller rejected the version).",
     ["policy", "outcome"],
 )
 UPDATE_SECONDS = Histogram(
     "pawl_update_seconds",
-    "Seconds from a claim to the publication of the new version.",
+    "Seconds from a claim to the record of the new version.",
     ["policy"],
     buckets=(1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280),
 )
@@ -90,7 +90,6 @@ FIGURE_DESCRIPTIONS: Final[Mapping[str, str]] = {
     "idle_share": "Share of the time since the update before in which the model computed nothing",
     "train_seconds": "Seconds of training",
     "seconds": "Seconds from the claim to the end",
-    "probe_difference": "Mean |served − trainer| log-probability",
     "manifest_sha256": "SHA-256 of the version's manifest",
 }
 UPDATE_GAUGES: Final = {
@@ -100,7 +99,7 @@ UPDATE_GAUGES: Final = {
     for name in (
         *("reward_mean", "air_mean", "staleness_mean", "entropy", "masked_share"),
         *("effective_sample_size", "drift_kl", "kl_to_base", "grad_norm", "tokens_per_second"),
-        *("mfu", "idle_share", "probe_difference"),
+        *("mfu", "idle_share"),
     )
 }
 LEFT_POLICY = Gauge(

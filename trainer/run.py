@@ -28,14 +28,13 @@ from trainer.loop import Loop
 from trainer.metrics import show_pause
 from trainer.policies import ChosenPolicy, chosen_policies, load_recipes
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.publishing.sources import is_http, serve_files, trainer_files
 from trainer.recipes.recipe import Recipe
 from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 from trainer.updates.circuit_breaker import TEST_S, CircuitBreaker
-from trainer.updates.versions import apply_reward_rule, begin_policy
+from trainer.updates.versions import apply_rules, begin_policy
 
 log = structlog.get_logger()
 
@@ -243,14 +242,24 @@ def _make_worker(
     async def begin(engine: AsyncEngine) -> Loop:
         """Record the base model, end the update of a killed trainer, and return the loop.
 
-        The first time, the model servers are tested before anything is claimed or published.
+        The first time, the model servers are tested before anything is claimed.
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
-        await apply_reward_rule(engine, policy, recipe)
+        await apply_rules(engine, policy, recipe, chosen.together)
         known = chosen.known or (policy,)
-        publisher = Publisher(engine, servers, policy, recipe, chosen.together, known)
-        loop = Loop(settings, recipe, engine, publisher, learner, policy, breaker, trackers)
+        loop = Loop(
+            settings,
+            recipe,
+            engine,
+            servers,
+            learner,
+            policy,
+            together=chosen.together,
+            known=known,
+            breaker=breaker,
+            trackers=trackers,
+        )
         if not is_checked:
             # First, so that the killed update's episodes do not wait for a server to answer.
             await loop.finish_killed()

@@ -28,6 +28,8 @@ RETRY_S: Final = 1.0
 # Seconds of pause after a policy's first failure; each further failure doubles the pause.
 FIRST_PAUSE_S: Final = 30.0
 LONGEST_PAUSE_S: Final = 3600.0
+# Seconds between checks whether the controller has published a version.
+PUBLISHED_POLL_S: Final = 0.1
 # The pause after a check of the store is at least this many times as long as the check, so
 # that a large backlog does not keep the database busy.
 PAUSE_PER_CHECK: Final = 10
@@ -99,6 +101,15 @@ class PolicyWorker:
         if done:
             self._failures = 0
         return bool(done)
+
+    @property
+    def awaits_controller(self) -> bool:
+        """Return whether the controller had still to publish a version at the last check."""
+        return self._loop is not None and self._loop.awaits_controller
+
+    async def is_published(self, guard: AsyncConnection) -> bool:
+        """Return whether the controller has published the policy's newest version, or it failed."""
+        return await self._call_loop(guard, lambda loop: loop.is_published()) is not False
 
     async def stop(self) -> None:
         """End the policy's running update (`Loop.stop`)."""
@@ -175,7 +186,7 @@ class PolicyScheduler:
             worker.forget_hold()
 
     async def run(self, poll_s: float, *, once: bool) -> None:
-        """Run one update after the other; return after the first with `once`.
+        """Run one update after the other; with `once`, return once the first one's is published.
 
         Raises:
             Exception: the last policy's failure, if all policies failed, and none of them only
@@ -191,14 +202,23 @@ class PolicyScheduler:
                 started = perf_counter()
                 updated = await self._run_turn(held, once=once)
                 if updated and once:
+                    await self._until_published(held)
                     return
                 if not updated:
                     check_s = perf_counter() - started
-                    await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
+                    awaits = any(worker.awaits_controller for worker in held)
+                    pause_s = min(poll_s, PUBLISHED_POLL_S) if awaits else poll_s
+                    await asyncio.sleep(max(pause_s, PAUSE_PER_CHECK * check_s))
         except asyncio.CancelledError:
             for worker in self._workers.values():
                 await worker.stop()
             raise
+
+    async def _until_published(self, held: Sequence[PolicyWorker]) -> None:
+        """Wait until the controller has published the newest versions of these policies."""
+        # Another process publishes, so there is no event to wait for.
+        while not all([await worker.is_published(self._guard) for worker in held]):  # noqa: ASYNC110
+            await asyncio.sleep(PUBLISHED_POLL_S)
 
     async def _hold_workable(self) -> list[PolicyWorker]:
         """Hold the policies that can be worked on, and return them."""

@@ -124,7 +124,7 @@ class Task(NamedTuple):
     """The training of both runs.
 
     `shared`: in the run with kills, one trainer trains all policies. `kills_beside` is the number
-    of kills of model server and controller; None: no controller runs.
+    of kills of model server and controller; None: these are not killed.
     """
 
     folder: Path
@@ -147,7 +147,7 @@ def trainer_kills(
 ) -> dict[str, dict[str, Any]]:
     """Run the test with `kills` kills in all; return the reports of `compare_runs`.
 
-    With `plain` only trainers are killed, and no controller runs.
+    With `plain` only trainers are killed.
     """
     beside = None if plain else round(SHARE_BESIDE * kills)
     of_trainers = kills - (beside or 0)
@@ -336,10 +336,10 @@ class Run:
         self._finish()
 
     def kill_at_each_boundary(self) -> None:
-        """Start a life for each boundary, at which it is killed.
+        """Start a life for each boundary, at which it, or the controller beside it, is killed.
 
         Raises:
-            BoundaryNotReached: a life was not killed, as the trainer has no such step any more.
+            BoundaryNotReached: a process was not killed, as it has no such step any more.
         """
         for name in self._forks.boundaries:
             for boundary in [CLAIMED, name] if name in OF_A_RELEASE else [name]:
@@ -349,6 +349,11 @@ class Run:
                     raise BoundaryNotReached(
                         f"no trainer reached the boundary '{boundary}': correct it"
                     )
+        for boundary in self._forks.controllers_boundaries:
+            self._beside.start_dying_controller(boundary)
+            pid, _ = self._begin(None)
+            self._beside.wait_for_death(boundary)
+            self._count_kill(f"controller, {boundary}", self._forks.end(pid, signal.SIGKILL))
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
         """Start and kill lives `times` times, at boundaries and at random, over the whole ledger.
@@ -520,7 +525,7 @@ class ServerAndController:
     """Runs a model server and a controller beside a run's trainers, and kills them.
 
     `place` is that of any of the run's trainers; they train `policies`. `kills` is the number of
-    kills of both processes; None: no controller runs, and nothing is killed.
+    kills of both processes; None: none, not even in the end.
     """
 
     def __init__(
@@ -533,7 +538,7 @@ class ServerAndController:
     ) -> None:
         self.server = ComputingServer(forks, place.folder, place.model)
         self._forks, self._database, self._place = forks, database, place
-        self._policies, self._has_controller = list(policies), kills is not None
+        self._policies, self._is_killed = list(policies), kills is not None
         self._kills_at_work = max(0, (kills or 0) - sum(map(len, IN_THE_END)))
         self._one_at_a_time = threading.RLock()
         self._killed: Counter[str] = Counter()
@@ -545,21 +550,35 @@ class ServerAndController:
 
     def __enter__(self) -> "ServerAndController":
         self.server.start()
-        if self._has_controller:
-            self._start_controller()
+        self._start_controller()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._has_controller and (status := self._forks.stop(self._controller)) != 0:
+        if (status := self._forks.stop(self._controller)) != 0:
             self._by_themselves.append(f"the controller, after SIGTERM: status {status}")
         self.server.kill()
 
-    def _start_controller(self) -> None:
+    def _start_controller(self, dies: str | None = None) -> None:
         log, settings = (
             self._place.folder / "controller.log",
             self._place.settings(self.server.port),
         )
-        self._controller = self._forks.start("controller", log, settings)
+        self._controller = self._forks.start("controller", log, settings, dies=dies)
+
+    def start_dying_controller(self, boundary: str) -> None:
+        """Start the controller again; it dies at a boundary."""
+        self._forks.end(self._controller, signal.SIGKILL)
+        self._start_controller(boundary)
+
+    def wait_for_death(self, boundary: str) -> None:
+        """Wait until the controller has died at a boundary, and start it again.
+
+        Raises:
+            BoundaryNotReached: it did not die.
+        """
+        if self._forks.wait(self._controller, LONGEST_S) != -signal.SIGKILL:
+            raise BoundaryNotReached(f"no controller reached the boundary '{boundary}': correct it")
+        self._start_controller()
 
     def next_victims(self, share: float, dice: random.Random) -> Sequence[str]:
         """Return the processes to kill now; none if `share` (0 to 1) of the kills is done."""
@@ -599,7 +618,7 @@ class ServerAndController:
 
     def kill_in_the_end(self, dice: random.Random) -> None:
         """Kill after the trainers have ended: the controller alone must load the adapters again."""
-        for victims in IN_THE_END if self._has_controller else ():
+        for victims in IN_THE_END if self._is_killed else ():
             self.kill(victims, dice)
             self._wait_until_loaded(self._loaded_without_trainer)
 

@@ -117,8 +117,8 @@ def import_version(
     Run it where the policy's trainer runs, with the trainer's settings, while the trainer is
     stopped. The adapter must be plain LoRA of the policy's base model, of layers that the recipe
     trains and not above its rank. It is probed as a trained version is before it serves; training
-    goes on from it, with a new optimiser state. If the model server is away, the trainer publishes
-    the version when it starts. If the policy has publish_with in PAWL_POLICIES, the version waits
+    goes on from it, with a new optimiser state. If model server or controller is away, it is
+    published once both are back. If the policy has publish_with in PAWL_POLICIES, the version waits
     for new versions of the other policies.
 
     Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
@@ -141,7 +141,8 @@ def import_version(
     elif version.state == "loaded":
         print(f"{version.served_name} is loaded, and waits to get the traffic")
     else:
-        print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
+        waits = "a controller publishes it once a model server answers"
+        print(f"{version.served_name} is {version.state}: {waits}")
 
 
 class Fault(Record, frozen=True, kw_only=True):

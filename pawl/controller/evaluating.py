@@ -52,7 +52,7 @@ class Evaluations:
         """
         name = candidate.version.name
         # `gate` also has the reward rule, which is not in `rule`.
-        key = candidate.version.version, serving.version.version, candidate.gate
+        key = candidate.version.version, serving.version.version, candidate.version.gate
         if name not in self._tasks or self._tasks[name][0] != key:
             await self.forget(name)
             task = asyncio.create_task(self._evaluate_with_retries(candidate, serving, rule))
@@ -107,7 +107,7 @@ async def evaluate_candidate(
         RolloutError: the tasks or the agent cannot be run: no proxy answers, or a file is missing.
         OSError: the tasks cannot be read, or the journal not written.
     """
-    gate = candidate.gate or {}
+    gate = candidate.version.gate or {}
     options = EvaluationOptions.model_validate(gate.get("evaluation"))
     rewards = msgspec.convert(gate.get("reward", REWARD_ALONE), RewardRule)
     new, old = (f"{one.version.name}@{one.version.version}" for one in (candidate, serving))

@@ -305,7 +305,7 @@ class PolicyGate:
             result = await self._evaluations.outcome(candidate, policy.serving, rule)
             end = partial(self._end, connection, candidate, rule)
             return None if result is None else partial(end, result)
-        # In the mode without a trial the trainer promotes, unless approval is needed.
+        # In the mode without a trial `Publishing` promotes, unless approval is needed.
         why = _because(WAITS_FOR_APPROVAL + PASSED_PROBE, {})
         waits = partial(await_approval, connection, candidate.version, **why)
         return waits if rule.approve else None
@@ -427,12 +427,12 @@ class PolicyGate:
 
 
 def _rule_of(version: VersionInRole) -> PublishOptions:
-    """Return the rule that a version was loaded with.
+    """Return the rule that a version was written with.
 
     Raises:
         ValueError: the stored rule is invalid.
     """
-    stored = version.gate or {}
+    stored = version.version.gate or {}
     try:
         return PublishOptions(**{key: stored[key] for key in stored.keys() & RULE_KEYS})
     except ValidationError as error:

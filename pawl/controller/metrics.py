@@ -28,6 +28,11 @@ MISSERVED_ADAPTERS = Gauge(
     "Servable versions unloaded from a replica that applied them differently from the trainer.",
     ["replica", "version"],
 )
+PROBE_DIFFERENCE = Gauge(
+    "pawl_update_probe_difference",
+    "Mean |served − trainer| log-probability of the last version that was loaded.",
+    ["policy"],
+)
 DATABASE_UP = Gauge("pawl_controller_database_up", "1 while the controller reads the database.")
 GATE_MOVES = Counter(
     "pawl_controller_gate_moves_total",

@@ -1,7 +1,7 @@
 """Keep a model server's adapters equal to those that the store lists as servable.
 
 The reconciler loads missing versions: after a server restart, and when an operator recalls one.
-(The trainer loads a new version, to probe it.) A version is loaded with the files that its update
+(`Publishing` loads a new version, to probe it.) A version is loaded with the files that its update
 wrote, and checked to be served as it was trained: the server may have been restarted with another
 base model or dtype, or may list an adapter without applying it. A misserved version is unloaded.
 """
@@ -23,10 +23,16 @@ from trainer.errors import (
     PublishError,
     TrainerError,
     UpstreamAway,
+    WrongBase,
 )
 from trainer.publishing.adapters import check_files, read_probe
 from trainer.publishing.model_server import ModelServer
-from trainer.publishing.probe import compare_served, rejection_reason
+from trainer.publishing.probe import (
+    ProbeResult,
+    compare_served,
+    rejection_reason,
+    why_another_base,
+)
 from trainer.recipes.recipe import PublishOptions
 
 log = structlog.get_logger()
@@ -34,8 +40,8 @@ log = structlog.get_logger()
 # A server's models: `root` and `parent` by model name.
 Listed = Mapping[str, Mapping[str, Any]]
 
-# Factor on the tolerance: a version that was just within it when published passes with other
-# rounding, while another base model is far beyond it.
+# Factor on the tolerance of a version that was published already: one that was just within it then
+# passes with other rounding, while another base model is far beyond it.
 RECHECK_FACTOR: Final = 2.0
 # A server with exactly the right adapters is asked again every so many looks, or after a change.
 SETTLED_LOOKS: Final = 10
@@ -47,10 +53,16 @@ OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
     FilesUnread: ("unread", "adapter_unread"),
     NotFetched: ("unread", "adapter_unread"),
     Misserved: ("misserved", "adapter_misserved"),
+    WrongBase: ("misserved", "adapter_misserved"),
 }
 
 
 # Which adapters a server should have (pure)
+
+
+def base_models(listed: Listed) -> set[str]:
+    """Return the names of the server's base models."""
+    return {name for name, model in listed.items() if model.get("parent") is None}
 
 
 def versions_for_server(versions: Collection[PolicyVersion], listed: Listed) -> list[PolicyVersion]:
@@ -58,7 +70,7 @@ def versions_for_server(versions: Collection[PolicyVersion], listed: Listed) -> 
 
     Most requested first: serving versions, then canaries and controls, then the newest.
     """
-    bases = {name for name, model in listed.items() if model.get("parent") is None}
+    bases = base_models(listed)
     here = {
         version.name for version in versions if not version.version and version.served_name in bases
     }
@@ -84,8 +96,10 @@ def versions_to_load(versions: Iterable[PolicyVersion], listed: Listed) -> list[
 # One version on one server
 
 
-async def load_version(server: ModelServer, version: PolicyVersion) -> None:
+async def load_version(server: ModelServer, version: PolicyVersion) -> ProbeResult | None:
     """Load a version on a server, replacing other files, and check that it is served as trained.
+
+    Return the compared values, or None if the version has no probe rows.
 
     Raises:
         FilesAltered: the files are not those that were written; the version is not loaded.
@@ -113,16 +127,18 @@ async def load_version(server: ModelServer, version: PolicyVersion) -> None:
     await server.load(version.served_name, folder, version.manifest_sha256)
     if not_here is not None:
         raise not_here
-    await check_served(server, version)
+    return await check_served(server, version)
 
 
-async def check_served(server: ModelServer, version: PolicyVersion) -> None:
+async def check_served(server: ModelServer, version: PolicyVersion) -> ProbeResult | None:
     """Check that a server serves a loaded version as it was trained; unload it if not.
 
-    A version without probe rows in its manifest is not checked. Any other is also unloaded if the
-    server goes away before the check ends, as nobody would know later that it is unchecked.
+    Return the compared values; a version without probe rows in its manifest is not checked. Any
+    other is also unloaded if the server goes away before the check ends, as nobody would know later
+    that it is unchecked.
 
     Raises:
+        WrongBase: the server's base model is not the one that the version was trained on.
         Misserved: the version is not served as trained, or the server refuses the check.
         FilesUnread: the manifest cannot be read for now.
         NotFetched: the manifest cannot be fetched for now.
@@ -133,24 +149,30 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> None:
         read_probe, await server.files.fetch(path, version.manifest_sha256)
     )
     if not rows:
-        return
+        return None
     name = version.served_name
+    tolerance = (version.gate or {}).get("tolerance", PublishOptions().tolerance)
+    if version.state != "written":
+        tolerance *= RECHECK_FACTOR
     try:
         base = await server.base_of(name)
         served, of_base = await asyncio.gather(
             server.probe_logprobs(name, rows), server.probe_logprobs(base, rows)
         )
-        probe = compare_served(served, [row.logprobs for row in rows], of_base)
-        tolerance = version.probe_tolerance or PublishOptions().tolerance
-        why = rejection_reason(probe, RECHECK_FACTOR * tolerance)
+        probe = compare_served(rows, served, of_base)
+        if (why := why_another_base(probe, tolerance)) is not None:
+            raise WrongBase(f"{server.url} cannot serve {name}: {why}")
+        if (why := rejection_reason(probe, tolerance)) is not None:
+            raise Misserved(f"{server.url} does not serve {name} as it was trained: {why}")
     except PublishError as error:
-        why = str(error)
+        await unload_if_possible(server, name)
+        if isinstance(error, Misserved):
+            raise
+        raise Misserved(f"{server.url} does not serve {name} as it was trained: {error}") from error
     except UpstreamAway:
         await unload_if_possible(server, name)
         raise
-    if why is not None:
-        await unload_if_possible(server, name)
-        raise Misserved(f"{server.url} does not serve {name} as it was trained: {why}")
+    return probe
 
 
 async def unload_if_possible(server: ModelServer, name: str) -> bool:

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.controller.evaluating import Evaluations, evaluate_candidate
 from pawl.controller.gate import Gate
+from pawl.controller.publishing import Publishing
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.database import open_engine
 from pawl.processes import stop_event
@@ -27,7 +28,7 @@ log = structlog.get_logger()
 
 
 async def controller(settings: ControllerSettings) -> None:
-    """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
+    """Publish, load and judge versions, until SIGTERM or SIGINT.
 
     Raises:
         NotListening: the controller's port cannot be listened on.
@@ -40,14 +41,19 @@ async def controller(settings: ControllerSettings) -> None:
             Replicas(settings.server_urls, settings.adapter_slots, reader_files(settings))
         )
         servable, evaluations = ServableVersions(), Evaluations(evaluate_candidate)
+        publishing = Publishing(replicas)
         controllers = [ReplicaController(server, servable, poll_s) for server in replicas.each]
         show_version()
-        app, hosts = app_of(servable, controllers), settings.allowed_hosts
+        app, hosts = app_of(servable, controllers, publishing), settings.allowed_hosts
         listen = settings.controller_listen
         port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
-        looks = {"controller": servable.look, "gate": Gate(evaluations).look}
+        looks = {
+            "controller": servable.look,
+            "publishing": publishing.look,
+            "gate": Gate(evaluations).look,
+        }
         reading = [look_forever(settings, poll_s, name, look) for name, look in looks.items()]
         async with working(reading), working([each.reconcile_forever() for each in controllers]):
             log.info("controller_up", replicas=settings.server_urls)
@@ -100,11 +106,13 @@ async def look_forever(
         await asyncio.sleep(poll_s)
 
 
-def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController]) -> web.Application:
+def app_of(
+    servable: ServableVersions, controllers: Sequence[ReplicaController], publishing: Publishing
+) -> web.Application:
     """Return the port's application: `/healthz` and `/readyz` are 200 while the process works.
 
-    `/readyz` says why versions are not loaded, and whether the database is up: restarting the
-    controller would help with neither.
+    `/readyz` says why versions are not loaded or not published, and whether the database is up:
+    restarting the controller would help with neither.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -115,7 +123,7 @@ def app_of(servable: ServableVersions, controllers: Sequence[ReplicaController])
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def readyz(_: web.Request) -> web.Response:
-        reasons = show_troubles(controllers)
+        reasons = {**show_troubles(controllers), "waiting": publishing.waiting}
         is_degraded = any(reasons.values()) or not servable.up
         return web.json_response(
             {

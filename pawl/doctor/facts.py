@@ -29,7 +29,7 @@ class Drain(Record, frozen=True, kw_only=True):
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """A reply of `/readyz`; only a controller's has `altered`, `unread` and `misserved`."""
+    """A reply of `/readyz`; only a controller's has those from `altered` on."""
 
     status: str = ""
     database: str = ""
@@ -39,6 +39,7 @@ class Ready(Record, frozen=True, kw_only=True):
     altered: Mapping[str, str] = {}
     unread: Mapping[str, str] = {}
     misserved: Mapping[str, Mapping[str, str]] = {}
+    waiting: Mapping[str, str] = {}
 
 
 class ProcessAnswer(Record, frozen=True, kw_only=True):

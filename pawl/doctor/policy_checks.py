@@ -191,13 +191,13 @@ def drifted_version(facts: Facts, policy: PolicyFacts) -> Finding | None:
     """Find a version on which server and trainer differ nearly as much as the recipe allows."""
     if policy.recipe is None:
         return None
-    limits = {
-        "drift_kl": NEAR_DRIFT * policy.recipe.off_policy.max_drift,
-        "probe_difference": NEAR_TOLERANCE * policy.recipe.publish.tolerance,
-    }
+    off_policy, publish = policy.recipe.off_policy, policy.recipe.publish
     past = dict[str, Figure]()
-    for name, limit in limits.items():
-        value = facts.trainer.value(f"pawl_update_{name}", policy=policy.name)
+    for process, name, limit in (
+        (facts.trainer, "drift_kl", NEAR_DRIFT * off_policy.max_drift),
+        (facts.controller, "probe_difference", NEAR_TOLERANCE * publish.tolerance),
+    ):
+        value = process.value(f"pawl_update_{name}", policy=policy.name)
         if value is not None and value > limit:
             past[name] = round(value, 4)
     if not past:
@@ -227,7 +227,7 @@ def frozen_policy(_: Facts, policy: PolicyFacts) -> Finding | None:
 
 @of_each_policy
 def misserved_versions(facts: Facts, policy: PolicyFacts) -> Finding | None:
-    """Find versions that a server lacks, has from another folder, or does not serve as trained."""
+    """Find versions that a server lacks, has from elsewhere, or does not serve as trained."""
     ready = facts.controller.ready
     troubles = dict[str, Figure]()
     for server in facts.servers:
@@ -244,6 +244,9 @@ def misserved_versions(facts: Facts, policy: PolicyFacts) -> Finding | None:
     names = {version.served_name for version in policy.servable}
     for reasons in (ready.altered, ready.unread, *ready.misserved.values()):
         troubles |= {name: why for name, why in reasons.items() if name in names}
+    for name, why in ready.waiting.items():
+        if name.rpartition("@")[0] == policy.name:
+            troubles[name] = f"it waits to be loaded: {why}"
     if not troubles:
         return None
     return Finding(

@@ -86,12 +86,10 @@ _NEW_EPISODES: Final = text(
 class VersionInRole(Record, frozen=True, kw_only=True):
     """A version with a role in the gate: serving, canary, candidate or control.
 
-    `gate` is the rule from the recipe that trained the version, None if there is none; `since` is
-    when the version got its state.
+    `since` is when the version got its state.
     """
 
     version: PolicyVersion
-    gate: Mapping[str, Any] | None
     since: datetime
 
 
@@ -121,8 +119,7 @@ async def read_gated_policy(connection: AsyncConnection, name: str) -> GatedPoli
     """Return a policy's versions by role; None: no version serves, so there is no such policy."""
     rows = (await connection.execute(_VERSIONS_IN_ROLE, {"name": name})).all()
     by_state: dict[PolicyState, VersionInRole] = {
-        row.state: VersionInRole(version=version_of(row), gate=row.gate, since=row.changed_at)
-        for row in rows
+        row.state: VersionInRole(version=version_of(row), since=row.changed_at) for row in rows
     }
     if "serving" not in by_state:
         return None

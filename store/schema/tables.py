@@ -525,9 +525,6 @@ MANIFEST_SHA256: Final = "manifest_sha256"
 KL_TO_BASE: Final = "kl_to_base"
 # Keys of an update's metrics: the speed of training; the last two are fractions.
 THROUGHPUT: Final = ("tokens_per_second", "mfu", "idle_share")
-# The name in queries for `publish.tolerance` of an update's recipe: how far the served version may
-# be from the trained one.
-PROBE_TOLERANCE: Final = "probe_tolerance"
 # The condition for a version that servers have loaded or will load: few of all versions.
 LIVE: Final = "state <> 'rejected' AND unloaded_at IS NULL"
 # The condition for a version that every server should have (`PolicyVersion.is_servable`).

@@ -438,16 +438,6 @@ class Replicas:
             name: model for name, model in first.items() if all(name in listed for listed in others)
         }
 
-    async def load(
-        self, name: str, folder: Path, manifest_sha256: str | None = None
-    ) -> tuple[ModelServer, ...]:
-        """Load an adapter on every replica that answers; return these replicas."""
-        return tuple(await self.ask(lambda server: server.load(name, folder, manifest_sha256)))
-
-    async def unload(self, name: str) -> None:
-        """Unload an adapter from every replica that answers; an unknown name is no error."""
-        await self.ask(lambda server: server.unload(name))
-
 
 def _error_message(answer: object) -> str:
     """Return the message of an error in OpenAI's format, or the whole answer."""

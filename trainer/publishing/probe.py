@@ -1,7 +1,7 @@
 """Compare a model server's log-probabilities with the trainer's (pure).
 
-A new version is probed before it serves (`compare_served`). The server itself is tested before the
-first update, with an adapter that gets no traffic (`why_misfit`).
+A version is probed before it serves, and once its server was away (`compare_served`). The server
+itself is tested before the first update, with an adapter that gets no traffic (`why_misfit`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,42 +14,50 @@ from store.records import Record
 class ProbeRow(Record, frozen=True, kw_only=True):
     """A token sequence, and the trainer's log-probabilities of its last tokens.
 
-    Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one.
+    Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one; `base_logprobs` are the
+    base model's, () if unknown.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    base_logprobs: tuple[float, ...] = ()
 
 
 class ProbeResult(Record, frozen=True, kw_only=True):
     """Differences between log-probabilities over all probe tokens, in nats per token.
 
-    `mean_difference` and `largest_difference` are of |served − trainer|; `moved` is the largest
-    |served by the version − served by the other model|. `tokens` counts the probe tokens.
+    `mean_difference` and `largest_difference` are of |served − trainer|; `base_difference` is the
+    mean of |served − trainer| under the base model, 0 if unknown; `moved` is the largest |served by
+    the version − served by the base model|. `tokens` counts the probe tokens.
     """
 
     mean_difference: float
     largest_difference: float
+    base_difference: float
     moved: float
     tokens: int
 
 
 def compare_served(
-    served: Sequence[Sequence[float]],
-    trained: Sequence[Sequence[float]],
-    other: Sequence[Sequence[float]],
+    rows: Sequence[ProbeRow], served: Sequence[Sequence[float]], base: Sequence[Sequence[float]]
 ) -> ProbeResult:
-    """Compare a version's served log-probabilities with the trainer's, and with `other`.
+    """Compare a server's log-probabilities of `rows` with the trainer's.
 
-    `other` are the values that the server gives under another model, which must differ: the serving
-    version or the base model. Shapes: each is (rows, S), the log-probabilities of each row's last
-    tokens.
+    `served` and `base` are what the server gives under the version and under its base model.
+    Shapes: each is (rows, S), the log-probabilities of each row's last tokens.
     """
-    differences = _differences(chain(*served), chain(*trained))
-    moved = _differences(chain(*served), chain(*other))
+    differences = _differences(chain(*served), chain(*(row.logprobs for row in rows)))
+    moved = _differences(chain(*served), chain(*base))
+    of_base = [
+        difference
+        for row, values in zip(rows, base, strict=True)
+        if row.base_logprobs
+        for difference in _differences(values, row.base_logprobs)
+    ]
     return ProbeResult(
         mean_difference=sum(differences) / len(differences),
         largest_difference=max(differences),
+        base_difference=sum(of_base) / len(of_base) if of_base else 0.0,
         moved=max(moved),
         tokens=len(differences),
     )
@@ -59,8 +67,7 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     """Return why a version must not serve, or None if it may.
 
     `tolerance` bounds the mean difference. A NaN difference is rejected too. If the values are
-    exactly those of the other model, the version was not loaded: an update always moves the
-    policy.
+    exactly those of the base model, the version was not loaded: an update always moves the policy.
     """
     if not probe.mean_difference <= tolerance:
         return (
@@ -70,10 +77,21 @@ def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
         )
     if probe.moved == 0.0:
         return (
-            "the server answers under the version's name exactly as under another model's: it did"
+            "the server answers under the version's name exactly as under its base model's: it did"
             " not load the adapter"
         )
     return None
+
+
+def why_another_base(probe: ProbeResult, tolerance: float) -> str | None:
+    """Return why the server's base model is not the one trained on, or None if it may be."""
+    if probe.base_difference <= tolerance:
+        return None
+    return (
+        "its base model's log-probabilities differ from the trainer's by"
+        f" {probe.base_difference:.4f} nats per token in the mean, more than publish.tolerance ="
+        f" {tolerance}: serve the model that PAWL_MODEL names, in the recipe's dtype"
+    )
 
 
 # A server applies an adapter if it shows at least this share of the adapter's effect.

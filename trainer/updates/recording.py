@@ -19,16 +19,12 @@ from store.claims import Claim, Outcome
 from store.database import is_unavailable
 from store.errors import ClaimLost, ClaimSpoilt
 from store.schema.tables import MANIFEST_SHA256
-from store.versions import PolicyVersion
 from trainer.batches import RowKey
-from trainer.errors import AdapterError, FilesUnread
+from trainer.errors import FilesUnread
 from trainer.metrics import EPISODES, UPDATE_GAUGES, UPDATES
 from trainer.publishing import adapters
 from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, version_file_sha256
-from trainer.publishing.probe import ProbeRow
-from trainer.publishing.publisher import Publisher
 from trainer.updates.plan import Plan
-from trainer.updates.versions import PolicyVersions
 
 log = structlog.get_logger()
 
@@ -39,9 +35,20 @@ KILLED: Final = "the trainer was killed"
 class Recording:
     """Record how the updates of one policy end, in the store, the metrics and the log."""
 
-    def __init__(self, engine: AsyncEngine, policy: str) -> None:
-        self._engine = engine
-        self._policy = policy
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        policy: str,
+        judged_by: Mapping[str, Any],
+        together: Sequence[str] = (),
+    ) -> None:
+        """Store what new versions are judged by (`Recipe.judged_by`), and go live with.
+
+        `together` are the policies that go live together, this one included (empty: none).
+        """
+        self.engine = engine
+        self.policy = policy
+        self._rule = {**judged_by, "publish_with": list(together) or [policy]}
 
     async def record_update(
         self,
@@ -57,18 +64,18 @@ class Recording:
         """
         await self._consume(claim.update_id, plan.outcomes, metrics, plan.baselines, made)
         version = made and made[0]
-        UPDATES.labels(self._policy, "trained" if version else "no_signal").inc()
+        UPDATES.labels(self.policy, "trained" if version else "no_signal").inc()
         self._count(plan.outcomes)
         for name, gauge in UPDATE_GAUGES.items():
             if metrics.get(name) is not None:
-                gauge.labels(self._policy).set(metrics[name])
+                gauge.labels(self.policy).set(metrics[name])
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)
         # In a transaction of its own, so that the one above holds its locks no longer than needed.
         of_calls = {
             one.call.id: policy_logprobs.get((one.episode_id, one.position))
             for one in plan.credited
         }
-        async with self._engine.begin() as connection:
+        async with self.engine.begin() as connection:
             await claims.keep_policy_logprobs(connection, of_calls)
 
     async def record_found_version(self, update_id: UUID, folder: Path, manifest: Manifest) -> None:
@@ -103,37 +110,32 @@ class Recording:
         if folder is not None:
             # Reveals later if the files are replaced together with their manifest.
             metrics = {**metrics, MANIFEST_SHA256: version_file_sha256(folder / MANIFEST)}
-        async with self._engine.begin() as connection:
+        async with self.engine.begin() as connection:
             await claims.record_update(
                 connection,
                 update_id,
                 outcomes,
                 metrics,
-                policy=self._policy,
+                policy=self.policy,
                 version=version,
                 adapter_path=None if folder is None else str(folder),
+                rule=self._rule,
                 baselines=baselines,
             )
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            EPISODES.labels(self._policy, outcome.reason or "trained").inc()
+            EPISODES.labels(self.policy, outcome.reason or "trained").inc()
 
 
 class Recovery:
-    """Finishes or abandons one policy's unfinished updates, and publishes its written versions.
+    """Finish or abandon one policy's unfinished updates."""
 
-    If no model server answers (`UpstreamAway`), or files cannot be read for now (`FilesUnread`), a
-    version stays `written`. Files that are missing or differ from their manifest raise
-    `AdapterError`.
-    """
-
-    def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:
-        self._engine = engine
+    def __init__(self, recording: Recording, adapter_dir: Path) -> None:
+        self._recording = recording
+        self._engine = recording.engine
+        self._policy = recording.policy
         self._adapter_dir = adapter_dir
-        self._policy = policy
-        self._versions = PolicyVersions(engine, adapter_dir, policy)
-        self._recording = Recording(engine, policy)
 
     async def finish(self, why: str) -> None:
         """Record the running update if its version exists; else release its episodes.
@@ -168,29 +170,6 @@ class Recovery:
             if not (is_unavailable(error) or isinstance(error, (ClaimLost, FilesUnread))):
                 raise
             log.warning("update_left", reason=str(error))
-
-    async def publish_written(self, publisher: Publisher) -> str | None:
-        """Publish the newest `written` version, if any, with the probe rows of its manifest.
-
-        Return why it was rejected; None if it was not, or if there is no such version.
-        """
-        written = await self._versions.written()
-        if not written:
-            return None
-        newest = written[-1]
-        manifest = adapters.read_manifest(Path(newest.adapter_path or ""))
-        if manifest is None:
-            raise AdapterError(
-                f"the files of {newest.served_name} are gone; restore them from a backup"
-            )
-        return await self.publish(publisher, newest, manifest.probe)
-
-    async def publish(
-        self, publisher: Publisher, version: PolicyVersion, probe: Sequence[ProbeRow]
-    ) -> str | None:
-        """Publish a recorded version; return why it was rejected, or None if it was not."""
-        serving = await self._versions.serving()
-        return await publisher.publish(version, serving.served_name, probe)
 
     async def abandon_update(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.

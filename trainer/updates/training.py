@@ -262,21 +262,23 @@ class Training:
         return self._learner.policy_logprobs()
 
     async def probe(self) -> tuple[ProbeRow, ...]:
-        """Return the probe rows of a new version: token ids, and the trained policy's values.
+        """Return the probe rows of a new version: ids, and the trained and the base model's values.
 
         Raises:
             LearnerError: the log-probabilities are not finite.
         """
         rows = self._learner.probe_rows()
         of_rows = await in_thread(self._learner, partial(self._learner.logprobs, rows))
+        base_scores = partial(self._learner.version_logprobs, None, rows)
+        of_base = await in_thread(self._learner, base_scores)
         if not all(map(isfinite, chain.from_iterable(of_rows))):
             raise LearnerError(
                 "the version's weights give log-probabilities that are not finite:"
                 " its training failed"
             )
         return tuple(
-            ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs))
-            for row, logprobs in zip(rows, of_rows, strict=True)
+            ProbeRow(ids=tuple(row.ids), logprobs=tuple(logprobs), base_logprobs=tuple(base))
+            for row, logprobs, base in zip(rows, of_rows, of_base, strict=True)
         )
 
     async def describe_version(

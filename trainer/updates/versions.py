@@ -1,7 +1,8 @@
 """Look up the versions of the policy in training: in the store, and in the adapter folder."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -17,6 +18,19 @@ from trainer.publishing import adapters
 from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
+
+# Seconds after which a version that the controller has not published is reported.
+PUBLISHED_WITHIN_S: Final = 60.0
+
+
+def warn_of_wait(version: PolicyVersion) -> None:
+    """Log that a version still waits for the controller, with the remedy."""
+    log.warning(
+        "version_waits_for_controller",
+        version=version.served_name,
+        remedy="it serves, and the next update is made, once the controller has loaded it: start"
+        " `pawl controller`, or read in its log why the version waits",
+    )
 
 
 async def begin_policy(
@@ -47,14 +61,21 @@ async def begin_policy(
         )
 
 
-async def apply_reward_rule(engine: AsyncEngine, policy: str, recipe: Recipe) -> None:
-    """Score the policy's past and future feedback by the recipe's sum of metrics.
+async def apply_rules(
+    engine: AsyncEngine, policy: str, recipe: Recipe, together: Sequence[str] = ()
+) -> None:
+    """Apply a recipe that may have changed to what a policy has already.
 
-    If the sum has changed, running comparisons of versions start again with the new sum.
+    Past and future feedback is scored by the recipe's sum of metrics. If the sum has changed,
+    running comparisons of versions start again with the new sum. Versions that have no traffic yet
+    go live with the policies `together`, this one included (empty: by themselves).
     """
     rule = recipe.reward_rule
     units = {key: recipe.judged_by[key] for key in ("reward", "reward_range", "margin")}
     async with engine.begin() as connection:
+        await version_states.set_publish_with(
+            connection, policy, together or [policy], recipe.publish.wait_for_others_s
+        )
         changed = await set_reward_rule(connection, policy, rule)
         if changed:
             await rejudge_versions(connection, policy, units, actor="trainer")
@@ -86,6 +107,12 @@ class PolicyVersions:
     async def written(self) -> list[PolicyVersion]:
         """Return the versions in the state `written`, which no server has loaded, oldest first."""
         return [v for v in await self._live() if v.state == "written"]
+
+    async def newest_reason(self, number: int) -> str:
+        """Return the reason of the version's newest event."""
+        async with self._engine.connect() as connection:
+            events = await version_queries.list_events(connection, self._policy, number, most=1)
+        return events[0].reason
 
     async def waits_to_go_live(self) -> bool:
         """Return whether a loaded version waits to go live with other policies' versions."""

@@ -24,11 +24,12 @@ from proxy.metrics import REFUSED
 from store import claims, version_states
 from store.admin_port import serve_app
 from store.tenants import scoped
-from store.version_states import await_approval, lock_version, make_loaded
+from store.version_states import await_approval, lock_version
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.pawl.conftest import Pawl
 from tests.support.controller.replicas import assert_has, controlling, publish
 from tests.support.ledger.episodes import ingest
+from tests.support.ledger.lineage import load
 from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.servers.fake_upstream import whole_reply
@@ -264,7 +265,7 @@ async def unapproved_version(stack: Stack) -> None:
         await connection.execute(text(state))
         serves = "UPDATE policies SET state = 'serving' WHERE version = 1"
         await connection.execute(text(serves))
-        await make_loaded(connection, "m", 2, rule, **why)
+        await load(connection, "m", 2, rule, **why)
         tried = await lock_version(connection, "m", 2)
         waits: Any = {"evidence": {}, "actor": "controller", "reason": "it passed its probe"}
         await await_approval(connection, tried, **waits)

@@ -24,9 +24,9 @@ from store.version_queries import (
     rollback_target,
     version_to_train_from,
 )
-from store.version_states import begin_canary, make_loaded
+from store.version_states import begin_canary
 from tests.support.ledger.episodes import keys, reasons, store
-from tests.support.ledger.lineage import promote
+from tests.support.ledger.lineage import load, promote
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
 
@@ -226,7 +226,7 @@ async def test_retraining_retires_waiting_and_canary_versions(
         await consume_all(engine, await claim_from(engine, number - 1), version=number)
         if number < 5:
             async with engine.begin() as connection:
-                await make_loaded(connection, "m", number, {}, reason="probed", actor="trainer")
+                await load(connection, "m", number, {}, reason="probed", actor="trainer")
         if number == 3:
             async with engine.begin() as connection:
                 tried = await numbered_version(connection, "m", 3)
@@ -247,7 +247,7 @@ async def test_retraining_retires_waiting_and_canary_versions(
         live = await list_servable(connection, "m")
         assert [one.version for one in live] == [0, 1, 2, 3]
         with pytest.raises(StateChanged, match="m@5 is 'retired', and cannot become 'loaded'"):
-            await make_loaded(connection, "m", 5, {}, reason="probed", actor="trainer")
+            await load(connection, "m", 5, {}, reason="probed", actor="trainer")
 
 
 async def test_ended_version_never_serves_again(engine: AsyncEngine) -> None:

@@ -9,13 +9,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.version_states import hold_training, resume_training
-from tests.support.faults.killing import Killed
 from tests.support.trainer.bench import Bench
 from tests.support.trainer.policies import Policies
-from tests.support.waiting import eventually
 from trainer.errors import LearnerError
 from trainer.loop import Loop
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, CreditOptions, Recipe
 from trainer.updates.training_warnings import training_warnings
 
@@ -25,20 +22,6 @@ async def bench(bench: Bench) -> Bench:
     """Episodes for two updates, the latter ones for the first."""
     await bench.fill("u")
     return bench
-
-
-def published_once_claimed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None
-) -> None:
-    """Let nothing be published before the next update holds its episodes."""
-    publish = Publisher.publish
-
-    async def late(self: Publisher, *arguments: Any) -> Any:
-        await eventually(lambda: held(bench.engine))
-        then()
-        return await publish(self, *arguments)
-
-    monkeypatch.setattr(Publisher, "publish", late)
 
 
 async def held(engine: AsyncEngine) -> int:
@@ -55,27 +38,25 @@ async def states(bench: Bench) -> list[tuple[str, int]]:
     return [(update.state, update.parent_version) for update in await bench.updates()]
 
 
-async def test_next_update_is_planned_while_the_version_is_published(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published_once_claimed(bench, monkeypatch)
+async def test_next_update_is_planned_while_the_version_is_published(bench: Bench) -> None:
     async with bench.working() as loop:
-        assert await loop.update_once(looks_ahead=True)
+        assert await Loop.update_once(loop, looks_ahead=True)
+        assert await bench.states() == {0: "serving", 1: "written"}
         assert await held(bench.engine) == 4
-        monkeypatch.undo()
+        # It is not trained before its parent is loaded.
+        assert not await Loop.update_once(loop, looks_ahead=True)
+        assert loop.awaits_controller
+        await loop.look()
+        assert await held(bench.engine) == 4
         assert await loop.update_once()
     assert await states(bench) == [("done", 0), ("done", 1)]
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
     await bench.assert_spent_once(8)
 
 
-async def test_held_training_frees_the_planned_update_and_trains_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published_once_claimed(bench, monkeypatch)
+async def test_held_training_frees_the_planned_update_and_trains_nothing(bench: Bench) -> None:
     async with bench.working() as loop:
         assert await loop.update_once(looks_ahead=True)
-        monkeypatch.undo()
         async with bench.engine.begin() as connection:
             serving = await bench.version(1)
             why: Any = {"reason": "rewards fell", "actor": "controller"}
@@ -89,14 +70,10 @@ async def test_held_training_frees_the_planned_update_and_trains_nothing(
     assert (await bench.states())[2] == "serving"
 
 
-async def test_update_planned_on_a_rejected_version_is_begun_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published_once_claimed(bench, monkeypatch)
+async def test_update_planned_on_a_rejected_version_is_begun_again(bench: Bench) -> None:
     async with bench.working() as loop:
         bench.learner.served_off = -5.0
         assert await loop.update_once(looks_ahead=True)
-        monkeypatch.undo()
         bench.learner.served_off = 0.0
         assert await loop.update_once()
     assert await states(bench) == [("done", 0), ("abandoned", 1), ("done", 0)]
@@ -105,7 +82,7 @@ async def test_update_planned_on_a_rejected_version_is_begun_again(
 
 
 @pytest.mark.parametrize("error", [LearnerError("the memory is full"), ValueError("a new fault")])
-async def test_failed_plan_ahead_frees_its_episodes_and_lets_publishing_finish(
+async def test_failed_plan_ahead_frees_its_episodes_and_keeps_the_version(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     async with bench.working() as loop:
@@ -120,10 +97,10 @@ async def test_failed_plan_ahead_frees_its_episodes_and_lets_publishing_finish(
         is_known = isinstance(error, LearnerError)
         with nullcontext() if is_known else pytest.raises(ValueError, match="a new fault"):
             assert await loop.update_once(looks_ahead=True)
-        assert await bench.states() == {0: "retired", 1: "serving"}
         if not is_known:
             # As once the policy, which is left for a while, is taken up again.
-            await loop.finish_killed()
+            await loop.recover()
+        assert await bench.states() == {0: "retired", 1: "serving"}
         assert await held(bench.engine) == 0
     assert await states(bench) == [("done", 0), ("abandoned", 1)]
 
@@ -147,17 +124,9 @@ async def test_paused_trainer_holds_no_claimed_episodes(bench: Bench) -> None:
     assert await held(bench.engine) == 0
 
 
-async def test_killed_trainer_spends_its_planned_episodes_once(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kill() -> None:
-        raise Killed
-
-    published_once_claimed(bench, monkeypatch, kill)
+async def test_killed_trainer_spends_its_planned_episodes_once(bench: Bench) -> None:
     async with bench.working() as loop:
-        with pytest.raises(Killed):
-            await loop.update_once(looks_ahead=True)
-    monkeypatch.undo()
+        assert await Loop.update_once(loop, looks_ahead=True)
     bench.restart()
     assert await bench.run_once()
     assert await states(bench) == [("done", 0), ("abandoned", 1), ("done", 1)]

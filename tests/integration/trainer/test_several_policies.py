@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.controller import publishing
 from store import claims, version_states
 from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import Killed, killing
@@ -239,13 +240,20 @@ async def test_restarted_server_reloads_a_waiting_version(together: Policies) ->
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("step", ["make_loaded", "promote", "promote_together"])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [
+        (publishing, "make_loaded"),
+        (version_states, "promote"),
+        (publishing, "promote_together"),
+    ],
+)
 async def test_kill_while_going_live_leaves_no_policy_live_alone(
-    together: Policies, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+    together: Policies, monkeypatch: pytest.MonkeyPatch, where: Any, step: str, after: bool
 ) -> None:
     await together.fill({"writer": 8, "checker": 2})
     await together.turns(1)
-    killing(version_states, step, after=after)(monkeypatch)
+    killing(where, step, after=after)(monkeypatch)
     with pytest.raises(Killed):
         await together.turn()
     assert await together.serving() == {"writer": 0, "checker": 0}

@@ -7,13 +7,12 @@ import pytest
 from accelerate import tracking
 from structlog.testing import capture_logs
 
+from tests.support.controller.publishing import PublishedLoop
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward
 from tests.support.trainer.bench import Bench
 from trainer.errors import TrainerError
-from trainer.loop import Loop
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.settings import TrainerSettings
 from trainer.trackers import Trackers
 
@@ -62,10 +61,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
 
 async def run_once(bench: Bench, trackers: Trackers) -> None:
     async with Replicas([bench.fake.url], None) as servers:
-        publisher = Publisher(bench.engine, servers, "m", bench.recipe)
         settings = TrainerSettings(adapter_dir=bench.folder)
-        loop = Loop(
-            settings, bench.recipe, bench.engine, publisher, bench.learner, "m", None, trackers
+        loop = PublishedLoop(
+            settings, bench.recipe, bench.engine, servers, bench.learner, "m", trackers=trackers
         )
         await loop.recover()
         assert await loop.update_once()

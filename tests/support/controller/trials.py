@@ -20,11 +20,11 @@ from store.claims import begin_update, record_update
 from store.read.gates import VersionInRole
 from store.records import Arm, SpoolRecord
 from store.version_queries import list_versions
-from store.version_states import lock_policies, make_loaded
+from store.version_states import lock_policies
 from store.versions import policy_name
 from store.write.ingest import Ingester
 from tests.support.ledger.history import let_events_change
-from tests.support.ledger.lineage import promote, trained
+from tests.support.ledger.lineage import load, promote, trained
 from tests.support.records import ago, call, reward
 from trainer.recipes.recipe import PublishOptions, Recipe
 
@@ -85,7 +85,7 @@ async def next_version(
             connection, update, (), {}, policy="m", version=number, adapter_path=files
         )
         if rule is not None:
-            await make_loaded(connection, "m", number, rule, reason="probed", actor="trainer")
+            await load(connection, "m", number, rule, reason="probed", actor="trainer")
 
 
 async def loaded(
@@ -94,7 +94,7 @@ async def loaded(
     """Make versions with these parents, of which the last waits to be judged."""
     async with engine.begin() as connection:
         await trained(connection, *parents, name=name)
-        await make_loaded(connection, name, len(parents), rule, reason="probed", actor="trainer")
+        await load(connection, name, len(parents), rule, reason="probed", actor="trainer")
 
 
 async def serves(

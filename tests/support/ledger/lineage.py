@@ -125,6 +125,16 @@ async def unload(connection: AsyncConnection, name: str, version: int) -> None:
     )
 
 
+async def load(
+    connection: AsyncConnection, name: str, version: int, rule: Mapping[str, Any], **why: Any
+) -> None:
+    """Move a written version to state `loaded`, to be judged by `rule`."""
+    await version_states.lock_policies(connection, [name])
+    own = (policies.c.name == name, policies.c.version == version)
+    await connection.execute(update(policies).where(*own).values(gate=dict(rule)))
+    await version_states.make_loaded(connection, name, version, **why)
+
+
 async def promote(
     connection: AsyncConnection,
     name: str,
@@ -140,7 +150,7 @@ async def promote(
     current = await lock_version(connection, name, version)
     why: dict[str, Any] = {"reason": reason, "actor": actor}
     if current.state == "written":
-        await version_states.make_loaded(connection, name, version, rule or {}, **why)
+        await load(connection, name, version, rule or {}, **why)
     elif current.unloaded:
         await version_states.recall(connection, name, version, **why)
     await version_states.promote(connection, name, version, **why, **more)

@@ -5,8 +5,9 @@ from itertools import pairwise
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.version_queries import list_events, list_versions, numbered_version
-from store.version_states import begin_canary, make_loaded
+from store.version_states import begin_canary
 from store.versions import PolicyState, PolicyVersion
+from tests.support.ledger.lineage import load
 
 TEST = "for the test"
 
@@ -48,7 +49,7 @@ async def canary(
 ) -> PolicyVersion:
     """Let a written version be tried on a share of new episodes."""
     rule = {"mode": "canary", "control_share": control_share}
-    await make_loaded(connection, "m", number, rule, reason=TEST, actor="trainer")
+    await load(connection, "m", number, rule, reason=TEST, actor="trainer")
     loaded = await version(connection, number)
     await begin_canary(connection, loaded, share, reason=TEST, actor="controller")
     return await version(connection, number)

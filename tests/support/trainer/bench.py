@@ -13,6 +13,8 @@ from pydantic import SecretStr
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.controller import publishing
+from pawl.controller.publishing import Publishing
 from store import claims, version_states
 from store.claims import UpdateRow, list_updates
 from store.records import CallRecord, SpoolRecord
@@ -21,6 +23,7 @@ from store.values.packing import pack_logprobs
 from store.version_queries import list_versions, numbered_version
 from store.version_states import ensure_base
 from store.versions import PolicyVersion
+from tests.support.controller.publishing import PublishedLoop
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.totals import totals
@@ -28,11 +31,9 @@ from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
 from trainer.batches import Row, RowKey, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
-from trainer.loop import Loop
 from trainer.publishing import adapters
 from trainer.publishing.adapters import write_base_hash
 from trainer.publishing.model_server import ModelServer, Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, Recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.circuit_breaker import PauseReason
@@ -234,13 +235,12 @@ class Bench:
             await ingest(connection, records)
         return calls
 
-    def loop(self, servers: Replicas) -> Loop:
-        publisher = Publisher(self.engine, servers, "m", self.recipe)
+    def loop(self, servers: Replicas) -> PublishedLoop:
         settings = TrainerSettings(adapter_dir=self.folder, teacher_api_key=self.teacher_key)
-        return Loop(settings, self.recipe, self.engine, publisher, self.learner, "m")
+        return PublishedLoop(settings, self.recipe, self.engine, servers, self.learner, "m")
 
     @asynccontextmanager
-    async def working(self, *urls: str) -> AsyncIterator[Loop]:
+    async def working(self, *urls: str) -> AsyncIterator[PublishedLoop]:
         """Start a trainer on the scripted model server, or on those at `urls`."""
         async with Replicas(urls or [self.fake.url], self.slots) as servers:
             loop = self.loop(servers)
@@ -317,7 +317,7 @@ def paused_for() -> list[str]:
     return [reason for reason, value in found.items() if value]
 
 
-async def try_again(loop: Loop) -> bool:
+async def try_again(loop: PublishedLoop) -> bool:
     """Do what the loop does once its pause is over."""
     loop._breaker._test_at = 0.0
     await loop.test_if_due()
@@ -332,9 +332,11 @@ STEPS = {
     "after the version exists": killing(adapters, "write_version", after=True),
     "before consuming": killing(claims, "record_update", after=False),
     "within the consuming transaction": killing(claims, "record_update", after=True),
-    "before publishing": killing(Publisher, "publish", after=False),
+    "before publishing": killing(Publishing, "_publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
+    "before it is loaded": killing(publishing, "make_loaded", after=False),
+    "within that transaction": killing(publishing, "make_loaded", after=True),
     "before promoting": killing(version_states, "promote", after=False),
     "within the promoting transaction": killing(version_states, "promote", after=True),
-    "after promoting": killing(Publisher, "publish", after=True),
+    "after promoting": killing(Publishing, "_publish", after=True),
 }

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import claims
 from store.records import SpoolRecord
 from store.version_queries import list_versions
+from tests.support.controller.publishing import PublishedLoop, publishing_beside
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.computing_server import computing_server
@@ -21,10 +22,8 @@ from tests.support.training import write_adapter
 from trainer import importing
 from trainer.importing import import_adapter
 from trainer.learners.learner import Learner
-from trainer.loop import Loop
 from trainer.publishing import adapters
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
@@ -74,14 +73,15 @@ class Bench:
         return load_recipe(self.settings.recipe)
 
     async def imports(self, settings: TrainerSettings | None = None) -> str:
-        made = await import_adapter(settings or self.settings, self.engine, "m", self.adapter)
+        settings = settings or self.settings
+        async with publishing_beside(self.engine, settings.server_urls):
+            made = await import_adapter(settings, self.engine, "m", self.adapter)
         return f"{made.served_name} {made.state}"
 
-    def loop(self, server: Replicas) -> Loop:
+    def loop(self, server: Replicas) -> PublishedLoop:
         scratch = self.settings.scratch
         learner = Learner(self.model, self.recipe, seed=0, scratch=scratch)
-        publisher = Publisher(self.engine, server, "m", self.recipe)
-        return Loop(self.settings, self.recipe, self.engine, publisher, learner, "m")
+        return PublishedLoop(self.settings, self.recipe, self.engine, server, learner, "m")
 
     async def train(self) -> bool:
         """Do what a trainer does from its start on, once."""

@@ -11,17 +11,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import SpoolRecord
 from store.version_queries import list_versions
+from tests.support.controller.publishing import PublishedLoop
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer
-from tests.support.trainer.bench import FakeLearner
-from trainer.loop import Loop
+from tests.support.trainer.bench import OWN, FakeLearner
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 from trainer.recipes.recipe import ClaimOptions, PublishOptions, Recipe
 from trainer.scheduler import PolicyScheduler, PolicyWorker
 from trainer.settings import TrainerSettings
-from trainer.updates.versions import begin_policy
+from trainer.updates.versions import apply_rules, begin_policy
 
 # The policies, and how many groups an update of each takes.
 GROUPS: Final = {"writer": 4, "checker": 1}
@@ -35,6 +34,7 @@ class Policies:
         self.engine = engine
         self.folder = folder
         self.fake = server
+        server.logprobs["m"] = OWN
         self.learners = {name: FakeLearner(server, folder, name) for name in NAMES}
         self.together: Mapping[str, Sequence[str]] = {}
         self.wait_s = 1e9
@@ -59,11 +59,14 @@ class Policies:
         )
         settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
 
-        async def begin(engine: AsyncEngine) -> Loop:
-            await begin_policy(engine, name, "m", None)
+        async def begin(engine: AsyncEngine) -> PublishedLoop:
             together = self.together.get(name, ())
-            publisher = Publisher(engine, servers, name, recipe, together)
-            loop = Loop(settings, recipe, engine, publisher, self.learners[name], name)
+            await begin_policy(engine, name, "m", None)
+            await apply_rules(engine, name, recipe, together)
+            learner = self.learners[name]
+            loop = PublishedLoop(
+                settings, recipe, engine, servers, learner, name, together=together
+            )
             await loop.recover()
             return loop
 

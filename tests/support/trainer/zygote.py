@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -46,8 +46,10 @@ class Zygote:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self._pipe = threading.Lock()
-        # Where a trainer may be told to die.
-        self.boundaries: list[str] = self._answer()["boundaries"]
+        # Where a trainer, and a controller, may be told to die.
+        answer = self._answer()
+        self.boundaries: list[str] = answer["trainer"]
+        self.controllers_boundaries: list[str] = answer["controller"]
 
     def start(self, role: str, log: Path, env: Mapping[str, str], **arguments: Any) -> int:
         """Fork a process of that role, and return its id."""
@@ -112,7 +114,8 @@ def main() -> None:
     with large_imports():
         for name in NEEDED:
             import_module(name)
-    print(json.dumps({"boundaries": list(boundaries())}), file=answers, flush=True)
+    names = {role: list(boundaries()) for role, boundaries in BOUNDARIES.items()}
+    print(json.dumps(names), file=answers, flush=True)
     for line in sys.stdin:
         wish = json.loads(line)
         if "ended" in wish:
@@ -157,15 +160,12 @@ def _serve(model: str, port: int, seen: str) -> None:
     serve(BASE, Path(model), port, Path(seen))
 
 
-def _train(dies: str | None = None) -> None:
-    if dies is not None:
-        boundaries()[dies]()
-    _pawl("trainer")
-
-
-def _pawl(role: str) -> None:
-    """Run a trainer or a controller, as anyone starts it."""
+def _pawl(role: str, dies: str | None = None) -> None:
+    """Run a trainer or a controller, as anyone starts it; it may die at a boundary."""
     from pawl.cli import main as pawl
+
+    if dies is not None:
+        BOUNDARIES[role]()[dies]()
 
     sys.argv = ["pawl", role]
     pawl()
@@ -174,27 +174,26 @@ def _pawl(role: str) -> None:
 ROLES: Final[Mapping[str, Callable[..., None]]] = {
     "stage": _stage,
     "server": _serve,
-    "trainer": _train,
-    "controller": lambda: _pawl("controller"),
+    "trainer": partial(_pawl, "trainer"),
+    "controller": partial(_pawl, "controller"),
 }
 Patch = Callable[[], None]
 
 
-def boundaries() -> dict[str, Patch]:
+def trainers_boundaries() -> dict[str, Patch]:
     """Return the places between two steps of an update, in their order, and how to die there.
 
     A boundary that a life does not come by (a release, where there is nothing to release) does
-    nothing. `claims` and `version_states` have open transactions after a call.
+    nothing. `claims` has open transactions after a call.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 
-    from store import claims, files, version_states
+    from store import claims, files
     from trainer.learners import learner
     from trainer.learners.learner import Learner
     from trainer.loop import Loop
     from trainer.publishing import adapters
-    from trainer.publishing.model_server import ModelServer
-    from trainer.publishing.publisher import Publisher
+    from trainer.updates.recording import Recording
     from trainer.updates.training import Training
 
     def between_steps() -> None:
@@ -219,15 +218,35 @@ def boundaries() -> dict[str, Patch]:
         "after the rename": _after(Path, "rename"),
         "before the record": _before(claims, "record_update"),
         "in the transaction of the record": _after(claims, "record_update"),
-        "after the record": _before(Publisher, "publish"),
-        "before the load": _before(ModelServer, "load"),
-        "after the load": _after(ModelServer, "load"),
-        "after the probe": _before(version_states, "promote"),
-        "in the transaction of the promotion": _after(version_states, "promote"),
-        "after the promotion": _after(Publisher, "publish"),
+        "after the record": _after(Recording, "record_update"),
+        "after the promotion": _before(Loop, "_note_published"),
         "before the sweep": _before(adapters, "remove_half_written", 2),
         "after the sweep": _after(adapters, "remove_half_written", 2),
     }
+
+
+def controllers_boundaries() -> dict[str, Patch]:
+    """Return the places between two steps of a publication, in their order."""
+    from pawl.controller import publishing
+    from pawl.controller.publishing import Publishing
+    from store import version_states
+    from trainer.publishing.model_server import ModelServer
+
+    return {
+        "before the load": _before(ModelServer, "load"),
+        "after the load": _after(ModelServer, "load"),
+        "after the probe": _before(publishing, "make_loaded"),
+        "in the transaction of the publication": _after(publishing, "make_loaded"),
+        "before the promotion": _before(version_states, "promote"),
+        "in the transaction of the promotion": _after(version_states, "promote"),
+        "after the promotion": _after(Publishing, "_publish"),
+    }
+
+
+BOUNDARIES: Final[Mapping[str, Callable[[], dict[str, Patch]]]] = {
+    "trainer": trainers_boundaries,
+    "controller": controllers_boundaries,
+}
 
 
 def die() -> None:

@@ -16,11 +16,11 @@ from store.read import lineage
 from store.records import SpoolRecord
 from store.tenants import DEFAULT
 from store.version_queries import list_events, list_versions
-from store.version_states import await_approval, begin_canary, lock_version, make_loaded
+from store.version_states import await_approval, begin_canary, lock_version
 from tests.integration.conftest import Reply
 from tests.integration.pawl.console.conftest import OpenConsole, Pages
 from tests.support.ledger.episodes import ingest
-from tests.support.ledger.lineage import promote, trained, unload
+from tests.support.ledger.lineage import load, promote, trained, unload
 from tests.support.proxy.keys import bearer, made
 from tests.support.records import ago, call, reward
 
@@ -35,7 +35,7 @@ async def line(engine: AsyncEngine) -> AsyncEngine:
     async with engine.begin() as connection:
         await trained(connection, 0, 1, 2)
         await promote(connection, "m", 1, rule=RULE)
-        await make_loaded(connection, "m", 2, RULE, reason="probed", actor="trainer")
+        await load(connection, "m", 2, RULE, reason="probed", actor="trainer")
     return engine
 
 

@@ -23,7 +23,7 @@ from tests.support.controller.trials import (
 )
 from tests.support.ledger.lineage import trained
 from trainer.recipes.recipe import Recipe
-from trainer.updates.versions import apply_reward_rule
+from trainer.updates.versions import apply_rules
 
 # A difference of 0.01 is one of 1 by this sum.
 MORE = Recipe.model_validate(
@@ -37,7 +37,7 @@ Arms = dict[tuple[Arm, int], Sequence[float]]
 
 async def earns(engine: AsyncEngine) -> None:
     """Start a trainer with another sum."""
-    await apply_reward_rule(engine, "m", MORE)
+    await apply_rules(engine, "m", MORE)
 
 
 async def test_changed_reward_restarts_a_trial_on_new_episodes_only(

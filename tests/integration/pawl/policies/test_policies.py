@@ -29,10 +29,10 @@ from store.version_states import (
     await_approval,
     ensure_base,
     lock_version,
-    make_loaded,
     mark_unloaded,
 )
 from tests.integration.pawl.conftest import Pawl
+from tests.support.ledger import lineage
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained
 from tests.support.records import call, reward, statement
@@ -279,7 +279,7 @@ async def line(engine: AsyncEngine) -> AsyncEngine:
 
 async def load(engine: AsyncEngine, number: int, *, waits: bool = False) -> None:
     async with engine.begin() as connection:
-        await make_loaded(
+        await lineage.load(
             connection, "m", number, {"control_share": 0.05}, reason="probed", actor="trainer"
         )
         if waits:

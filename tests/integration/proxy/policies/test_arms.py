@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.policies.versions import arms_of
 from store.records import ARMS
 from store.version_queries import list_servable, numbered_version
-from store.version_states import begin_canary, make_loaded, roll_back
+from store.version_states import begin_canary, roll_back
 from tests.integration.conftest import Proxy, StartProxy
-from tests.support.ledger.lineage import TEST, promote, trained
+from tests.support.ledger.lineage import TEST, load, promote, trained
 from tests.support.waiting import eventually
 
 STORED = text(
@@ -28,7 +28,7 @@ async def trying(engine: AsyncEngine, start_proxy: StartProxy) -> AsyncIterator[
     async with engine.begin() as connection:
         await trained(connection, 0, 1)
         await promote(connection, "m", 1, rule={"control_share": 0.33})
-        await make_loaded(connection, "m", 2, {}, reason=TEST, actor="trainer")
+        await load(connection, "m", 2, {}, reason=TEST, actor="trainer")
         made = await numbered_version(connection, "m", 2)
         assert made is not None
         await begin_canary(connection, made, 0.34, reason=TEST, actor="controller")

@@ -20,10 +20,10 @@ from store.version_queries import (
     rollback_target,
     version_to_train_from,
 )
-from store.version_states import begin_canary, make_loaded, mark_unloaded, recall, roll_back
+from store.version_states import begin_canary, mark_unloaded, recall, roll_back
 from store.versions import PolicyVersion
 from tests.support.ledger.episodes import ingest, keys
-from tests.support.ledger.lineage import promote, set_state, trained, unload
+from tests.support.ledger.lineage import load, promote, set_state, trained, unload
 from tests.support.ledger.states import TEST, canary, check_told, states, version
 from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
@@ -48,7 +48,7 @@ async def test_every_version_since_the_control_is_rolled_back_with_its_lineage(
             await promote(connection, "m", number, rule=RULE)
         await version_states.move_control(connection, "m", 2, 0.05, **BY)
         await canary(connection, 6)
-        await make_loaded(connection, "m", 7, RULE, **BY)
+        await load(connection, "m", 7, RULE, **BY)
         assert await fall(connection, 4) == 2
     assert await states(engine) == {
         0: "retired",
@@ -76,7 +76,7 @@ async def test_canary_is_rolled_back_with_only_its_own_lineage(engine: AsyncEngi
         await trained(connection, 0, 1, 2, 1)
         await promote(connection, "m", 1, rule=RULE)
         await canary(connection, 2)
-        await make_loaded(connection, "m", 4, RULE, **BY)
+        await load(connection, "m", 4, RULE, **BY)
         assert await fall(connection, 2) is None
         assert (await version_to_train_from(connection, "m")).version == 4
         # One that is loaded is rejected, and what serves is left alone.
@@ -176,7 +176,7 @@ async def step(connection: AsyncConnection, draw: Random) -> None:
     evidence = {"verdict": draw.choice(["better", "undecided"])}
     if one.state == "written":
         share = draw.choice([0.0, 0.05, 0.05, 0.3])
-        await make_loaded(connection, "m", number, {"control_share": share}, **BY)
+        await load(connection, "m", number, {"control_share": share}, **BY)
     elif one.state == "loaded" and not is_tried and draw.random() < 0.5:
         await begin_canary(connection, one, 0.1, **BY)
     elif one.state in ("loaded", "canary") and draw.random() < 0.8:

@@ -24,7 +24,6 @@ from store.version_states import (
     freeze,
     hold_training,
     lock_policies,
-    make_loaded,
     mark_unloaded,
     move_control,
     promote_together,
@@ -33,15 +32,15 @@ from store.version_states import (
 )
 from store.version_states import set_state as set_one
 from store.versions import POLICY_STATES, PolicyState
-from tests.support.ledger.lineage import promote, set_state, trained
+from tests.support.ledger.lineage import load, promote, set_state, trained
 from tests.support.ledger.states import TEST, canary, check_told, states, told, version
 
 BY: Final[Any] = {"reason": TEST, "actor": "operator"}
-RULE: Final = {"mode": "immediate", "control_share": 0.05}
+RULE: Final = {"mode": "immediate", "control_share": 0.05, "wait_for_others_s": 1e9}
 
 
 async def loads(connection: AsyncConnection, number: int) -> None:
-    await make_loaded(connection, "m", number, RULE, **BY)
+    await load(connection, "m", number, RULE, **BY)
 
 
 async def tries(connection: AsyncConnection, number: int) -> None:
@@ -388,7 +387,7 @@ async def test_training_is_held_until_a_person_lets_another_version_serve(
         assert await why_held(connection, "m") == BY["reason"]
         assert await control_of(connection) == (0, 0.5)
         # An update that was under way ends, and the next one is not begun.
-        await promote(connection, "m", 2, rule=RULE, actor="trainer")
+        await promote(connection, "m", 2, rule=RULE, actor="controller")
         assert await why_held(connection, "m") == BY["reason"]
         assert await control_of(connection) == (0, 0.5)
         await promote(connection, "m", 3, rule=RULE, actor="operator")
@@ -426,11 +425,11 @@ async def test_frozen_policy_promotes_no_version(engine: AsyncEngine) -> None:
         await trained(connection, 0)
         await loads(connection, 1)
         await freeze(connection, "m", frozen=True, reason="holidays", actor="operator")
-        assert await promote_together(connection, ["m"], 0.0) == []
+        assert await promote_together(connection, ["m"]) == []
         [event] = await list_events(connection, "m", 0, most=1)
         assert (event.reason, event.actor) == ("frozen: holidays", "operator")
         await freeze(connection, "m", frozen=False, reason="back", actor="operator")
-        assert len(await promote_together(connection, ["m"], 0.0)) == 1
+        assert len(await promote_together(connection, ["m"])) == 1
         with pytest.raises(UnknownPolicy):
             await freeze(connection, "other", frozen=True, reason=TEST, actor="operator")
 
@@ -453,7 +452,6 @@ async def test_lock_of_an_idle_controller_on_a_policy_ends(
 
 
 BOTH = ("checker", "writer")
-FOR_EVER = 1e9
 
 
 @pytest.fixture
@@ -473,12 +471,12 @@ async def serving(connection: AsyncConnection) -> dict[str, int]:
 
 async def test_readers_see_partner_versions_promoted_together(written: AsyncEngine) -> None:
     async with written.begin() as connection:
-        await make_loaded(connection, "writer", 1, RULE, **BY)
-        assert await promote_together(connection, BOTH, FOR_EVER) == []
+        await load(connection, "writer", 1, RULE, **BY)
+        assert await promote_together(connection, BOTH) == []
     async with written.connect() as looking:
         async with written.begin() as connection:
-            await make_loaded(connection, "checker", 1, RULE, **BY)
-            promoted = await promote_together(connection, BOTH, FOR_EVER)
+            await load(connection, "checker", 1, RULE, **BY)
+            promoted = await promote_together(connection, BOTH)
             assert [v.served_name for v in promoted] == ["checker@1", "writer@1"]
             assert await serving(looking) == {"checker": 0, "writer": 0}
         assert await serving(looking) == {"checker": 1, "writer": 1}
@@ -489,12 +487,12 @@ async def test_concurrent_trainers_leave_a_joint_promotion_to_a_later_transactio
 ) -> None:
     async with written.connect() as one, written.connect() as other:
         for connection, name in ((one, "writer"), (other, "checker")):
-            await make_loaded(connection, name, 1, RULE, **BY)
-            assert await promote_together(connection, BOTH, FOR_EVER) == []
+            await load(connection, name, 1, RULE, **BY)
+            assert await promote_together(connection, BOTH) == []
         await one.commit()
         await other.commit()
     async with written.begin() as connection:
-        assert len(await promote_together(connection, BOTH, FOR_EVER)) == 2
+        assert len(await promote_together(connection, BOTH)) == 2
         assert await serving(connection) == {"checker": 1, "writer": 1}
 
 
@@ -512,11 +510,11 @@ async def test_newer_version_replaces_a_waiting_version_unless_under_review(
     written: AsyncEngine, rule: dict[str, Any], before: str
 ) -> None:
     async with written.begin() as connection:
-        await make_loaded(connection, "writer", 1, rule, **BY)
+        await load(connection, "writer", 1, rule, **BY)
         await connection.exec_driver_sql("UPDATE updates SET state = 'done'")
         update = await begin_update(connection, "writer", 0, {})
         await add_version(connection, "writer", 2, "/writer/2", update)
-        await make_loaded(connection, "writer", 2, RULE, **BY)
+        await load(connection, "writer", 2, RULE, **BY)
         found = {v.version: v.state for v in await list_versions(connection, "writer")}
     assert found == {0: "serving", 1: before, 2: "loaded"}
 
@@ -526,9 +524,9 @@ async def test_version_that_is_to_be_judged_does_not_go_live_by_itself(
     written: AsyncEngine, rule: dict[str, Any]
 ) -> None:
     async with written.begin() as connection:
-        await make_loaded(connection, "writer", 1, rule, **BY)
-        assert await promote_together(connection, ["writer"], 0.0) == []
-        await make_loaded(connection, "checker", 1, RULE, **BY)
-        # Its partner has waited for it for long enough.
-        [promoted] = await promote_together(connection, BOTH, -1.0)
+        await load(connection, "writer", 1, rule, **BY)
+        assert await promote_together(connection, ["writer"]) == []
+        # It has waited for its partner for long enough.
+        await load(connection, "checker", 1, RULE | {"wait_for_others_s": -1.0}, **BY)
+        [promoted] = await promote_together(connection, BOTH)
         assert promoted.served_name == "checker@1"

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy import select
 
+from pawl.controller import publishing
 from store import claims
 from store.claims import IMPORTED_FROM
 from store.schema.tables import policies
@@ -13,15 +14,13 @@ from store.version_queries import list_events
 from store.version_states import begin_canary, freeze, roll_back
 from store.versions import PolicyEvent
 from tests.support.controller.replicas import reconcile
-from tests.support.faults.killing import killing
 from tests.support.ledger.lineage import promote
-from tests.support.trainer.bench import Bench
+from tests.support.trainer.bench import STEPS, Bench
 from trainer.metrics import TRAINED_VERSION
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import Replicas
 from trainer.publishing.probe import ProbeRow
-from trainer.publishing.publisher import Publisher
 from trainer.updates.recording import Recording
 
 
@@ -155,14 +154,14 @@ async def test_a_version_loaded_while_its_parent_is_rolled_back_never_serves(
     bare: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bare.update("t")
-    real = Publisher._probe
+    real = publishing.load_version
 
-    async def meanwhile(self: Publisher, *args: Any) -> object:
-        probe = await real(self, *args)
+    async def meanwhile(*args: Any) -> object:
+        probe = await real(*args)
         await turn_back(bare, 1)
         return probe
 
-    monkeypatch.setattr(Publisher, "_probe", meanwhile)
+    monkeypatch.setattr(publishing, "load_version", meanwhile)
     await bare.update("u")
     assert await bare.states() == {0: "serving", 1: "rolled_back", 2: "rejected"}
     assert "m@2" not in bare.fake.loaded
@@ -183,7 +182,8 @@ async def test_imported_version_waits_for_a_decision(bench: Bench) -> None:
     )
     bench.fake.logprobs["m@1"] = -2.0
     folder = adapters.write_version(bench.folder, new, bench.learner.save)
-    await Recording(bench.engine, "m").record_imported_version(new, folder)
+    recording = Recording(bench.engine, "m", bench.recipe.judged_by)
+    await recording.record_imported_version(new, folder)
     async with bench.working():
         assert (await bench.states())[1] == "loaded"
 
@@ -246,7 +246,7 @@ async def test_version_too_far_from_the_base_is_rejected_with_its_kl_and_the_bou
     assert "0.25 nats a token" in event.reason
     assert "publish.most_kl_to_base is 0.2" in event.reason
     evidence = {"kl_to_base": 0.25, "most_kl_to_base": 0.2}
-    assert (event.actor, event.evidence) == ("trainer", evidence)
+    assert (event.actor, event.evidence) == ("controller", evidence)
     # The next is trained from the version that serves, or may.
     await update_at(bare, 0.1)
     assert bare.learner.restored is None
@@ -268,13 +268,13 @@ async def test_kl_to_base_is_measured_without_a_bound_and_rejects_nothing(
     assert 'pawl_update_kl_to_base{policy="m"} 50.0' in generate_latest().decode()
 
 
-async def test_restarted_trainer_rejects_a_version_too_far_from_the_base(
+async def test_version_too_far_from_the_base_is_rejected_after_a_kill_too(
     bare: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bare.fill()
     bare.change("publish", most_kl_to_base=0.2)
     bare.learner.kl_to_base = 0.25
-    await bare.run_killed(monkeypatch, killing(Publisher, "publish", after=False))
+    await bare.run_killed(monkeypatch, STEPS["before publishing"])
     await bare.run_once()
     assert await bare.states() == {0: "serving", 1: "rejected"}
     await bare.assert_spent_once(4)

@@ -2,26 +2,26 @@
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from sqlalchemy import select
 
-from store import claims, version_states
+from store import claims
 from store.errors import UnknownUpdate
 from store.read.past import past_update
 from store.schema.tables import updates
 from tests.support.faults.killing import Killed, killing
 from tests.support.ledger.totals import totals
-from tests.support.servers.fake_server import fake_model_server
 from tests.support.trainer.importing import NOWHERE, RATE, WEIGHTS, Bench, adapter, bench, learner
 from tests.support.training import write_adapter
 from trainer.errors import AdapterError, PublishError
+from trainer.importing import AdapterImport
 from trainer.publishing import adapters
 from trainer.publishing.adapters import read_base_hash
-from trainer.publishing.model_server import ModelServer
-from trainer.publishing.publisher import Publisher
+from trainer.publishing.model_server import ModelServer, Replicas
 
 __all__ = ["adapter", "bench", "learner"]
 
@@ -70,21 +70,24 @@ async def test_import_becomes_the_next_version_of_the_policy(bench: Bench) -> No
     assert await bench.states() == {0: "retired", 1: "retired", 2: "serving"}
 
 
-async def test_import_without_a_server_is_published_later_by_the_trainer(
-    bench: Bench,
-) -> None:
+async def test_import_without_a_server_is_published_once_one_answers(bench: Bench) -> None:
     assert await bench.imports(bench.at(upstream_url=NOWHERE, model=bench.model)) == "m@1 written"
     assert not await bench.train()
     assert await bench.states() == {0: "retired", 1: "serving"}
 
 
-async def test_misserved_import_is_rejected(bench: Bench) -> None:
-    async with fake_model_server() as wrong:
-        wrong.logprobs["m@1"] = -99.0
-        settings = bench.at(upstream_url=wrong.url, model=bench.model)
-        with pytest.raises(PublishError, match="m@1 was rejected, and the earlier version keeps"):
-            await bench.imports(settings)
-        assert wrong.loaded == {}
+async def test_misserved_import_is_rejected(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModelServer.last_logprobs
+
+    async def wrong(self: ModelServer, name: str, *of_row: Any) -> list[float]:
+        off = 9.0 if name == "m@1" else 0.0
+        return [logprob - off for logprob in await real(self, name, *of_row)]
+
+    monkeypatch.setattr(ModelServer, "last_logprobs", wrong)
+    with pytest.raises(PublishError, match="m@1 was rejected, and the earlier version keeps"):
+        await bench.imports()
+    async with Replicas(bench.settings.server_urls) as servers:
+        assert set(await servers.models()) == {"m"}
     assert await bench.states() == {0: "serving", 1: "rejected"}
 
 
@@ -93,9 +96,7 @@ STEPS = {
     "after the version exists": killing(adapters, "write_version", after=True),
     "before the record": killing(claims, "record_update", after=False),
     "within the transaction": killing(claims, "record_update", after=True),
-    "before publishing": killing(Publisher, "publish", after=False),
-    "after loading": killing(ModelServer, "load", after=True),
-    "before promoting": killing(version_states, "promote", after=False),
+    "before publishing": killing(AdapterImport, "until_published", after=False),
 }
 
 

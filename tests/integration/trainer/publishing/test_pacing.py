@@ -60,7 +60,7 @@ async def test_versions_with_rewarded_episodes_give_up_their_slots(bench: Bench)
             await bench.fill(f"t{number}")
             assert await loop.update_once()
             await later(bench, 20.0)
-            await reconcile(bench.engine, loop._publisher.servers)
+            await reconcile(bench.engine, loop._servers)
             assert len(bench.fake.loaded) <= 8
         assert await unloaded(bench) == [1, 2, 3, 4]
     await bench.assert_spent_once(48)
@@ -157,7 +157,7 @@ async def test_idle_version_keeps_its_slot_until_an_update_is_ready(bench: Bench
         await later(bench, 3700.0)
         # Nothing is ready to be claimed.
         assert not await loop.update_once()
-        await reconcile(bench.engine, loop._publisher.servers)
+        await reconcile(bench.engine, loop._servers)
         assert await unloaded(bench) == []
         await bench.fill("w")
         assert await loop.update_once()

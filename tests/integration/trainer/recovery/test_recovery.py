@@ -10,13 +10,13 @@ import pytest
 from sqlalchemy import select
 from structlog.testing import capture_logs
 
-from store import claims, version_states
+from pawl.controller.publishing import Publishing
+from store import claims
 from store.database import make_engine
 from store.errors import ClaimLost
 from store.schema.tables import consumptions
 from store.selecting import select_episodes
 from tests.support.controller.replicas import reconcile
-from tests.support.faults.killing import killing
 from tests.support.faults.unreadable import unreadable
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call
@@ -25,7 +25,6 @@ from trainer.errors import DriftOutOfBounds, FilesUnread
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 
 
 async def test_version_of_an_update_goes_live_and_its_episodes_are_spent_once(bench: Bench) -> None:
@@ -109,11 +108,10 @@ WAITING_STEPS = {
         "within the consuming transaction",
         "before publishing",
         "after loading",
+        "before it is loaded",
+        "within that transaction",
+        "after promoting",
     )
-} | {
-    "before it is loaded": killing(version_states, "make_loaded", after=False),
-    "within that transaction": killing(version_states, "make_loaded", after=True),
-    "after that": killing(Publisher, "publish", after=True),
 }
 
 
@@ -164,14 +162,12 @@ async def test_a_version_that_cannot_be_read_for_now_is_published_later(
 ) -> None:
     await bench.run_killed(monkeypatch, STEPS["before publishing"])
     file = adapters.version_folder(bench.folder, "m", 1) / name
-    version = await bench.version(1)
     async with Replicas([bench.fake.url]) as server:
-        publisher = Publisher(bench.engine, server, "m", bench.recipe)
+        publishing = Publishing(server)
         with unreadable(file):
-            with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
-                await publisher.publish(version, "m", ())
-            with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
-                await bench.loop(server).recover()
+            await publishing.look(bench.engine)
+            assert f"{name} cannot be read" in publishing.waiting["m@1"]
+            await bench.loop(server).recover()
         assert (await bench.states())[1] == "written"
         await bench.loop(server).recover()
     assert await bench.states() == {0: "retired", 1: "serving"}

@@ -7,6 +7,8 @@ import pytest
 from sqlalchemy import text
 
 from pawl.commands import policy_traffic
+from pawl.controller import reconciler
+from pawl.controller.publishing import Publishing
 from pawl.operator_moves import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
@@ -15,7 +17,6 @@ from tests.support.controller.replicas import reconcile
 from tests.support.trainer.bench import STEPS, Bench, FakeLearner
 from trainer.publishing import adapters
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.publisher import Publisher
 
 # Where in an update from version 2 the line starts again at version 1.
 MOMENTS: dict[str, tuple[Any, str]] = {
@@ -23,8 +24,8 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "in training": (FakeLearner, "update"),
     "while saving": (FakeLearner, "save"),
     "before the record": (claims, "record_update"),
-    "before publishing": (Publisher, "publish"),
-    "after loading": (Publisher, "_probe"),
+    "before publishing": (Publishing, "_publish"),
+    "after loading": (reconciler, "check_served"),
 }
 
 

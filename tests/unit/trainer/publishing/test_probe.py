@@ -8,26 +8,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.publishing.pacing import slots_named_in
-from trainer.publishing.probe import Compared, compare_served, rejection_reason, why_misfit
+from trainer.publishing.probe import (
+    Compared,
+    ProbeRow,
+    compare_served,
+    rejection_reason,
+    why_another_base,
+    why_misfit,
+)
 
 TRAINED = [[-1.0, -2.0], [-3.0]]
-BEFORE = [[-1.5, -2.5], [-3.5]]
+BASE = [[-1.5, -2.5], [-3.5]]
+ROWS = [
+    ProbeRow(ids=(7, 8, 9), logprobs=tuple(trained), base_logprobs=tuple(base))
+    for trained, base in zip(TRAINED, BASE, strict=True)
+]
 
 
 def test_right_adapter_passes_the_probe() -> None:
-    probe = compare_served(TRAINED, TRAINED, BEFORE)
+    probe = compare_served(ROWS, TRAINED, BASE)
     assert (probe.mean_difference, probe.moved, probe.tokens) == (0.0, 0.5, 3)
     assert rejection_reason(probe, 0.01) is None
+    assert why_another_base(probe, 0.01) is None
 
 
-def test_probe_finds_the_old_version_served_under_the_new_name() -> None:
-    assert rejection_reason(compare_served(BEFORE, TRAINED, BEFORE), 0.01) is not None
-    assert rejection_reason(compare_served(TRAINED, TRAINED, TRAINED), 0.01) is not None
+def test_probe_finds_another_model_served_under_the_new_name() -> None:
+    assert rejection_reason(compare_served(ROWS, BASE, BASE), 0.01) is not None
+    assert rejection_reason(compare_served(ROWS, TRAINED, TRAINED), 0.01) is not None
+
+
+@pytest.mark.parametrize("base", [[[-4.0, -2.5], [-3.5]], [[math.nan, -2.5], [-3.5]]])
+def test_probe_finds_another_base_model(base: list[list[float]]) -> None:
+    why = why_another_base(compare_served(ROWS, TRAINED, base), 0.01)
+    assert why is not None
+    assert "PAWL_MODEL" in why
+
+
+def test_base_model_is_not_compared_where_its_values_are_unknown() -> None:
+    rows = [msgspec.structs.replace(row, base_logprobs=()) for row in ROWS]
+    assert why_another_base(compare_served(rows, TRAINED, [[-9.0, -9.0], [-9.0]]), 0.01) is None
 
 
 def test_probe_rejects_log_probabilities_that_are_nan() -> None:
     nan = [[float("nan"), -2.0], [-3.0]]
-    assert rejection_reason(compare_served(nan, TRAINED, BEFORE), 0.01) is not None
+    assert rejection_reason(compare_served(ROWS, nan, BASE), 0.01) is not None
 
 
 FITS = Compared(

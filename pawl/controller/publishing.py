@@ -1,0 +1,171 @@
+"""Publish the versions that trainers have written: load and probe each, then promote or reject it.
+
+A version is rejected if it is too far from its base model, if a server refuses it, or if one serves
+it differently from the trainer. Then the serving version keeps the traffic. While no server
+answers, its files are not there as written, or a server has another base model, the version stays
+`written`, and is tried again. What is probed is `loaded`; it gets the traffic at once unless its
+rule asks for a decision (`pawl.controller.gate`) or it waits for other policies' versions.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.controller.metrics import PROBE_DIFFERENCE
+from pawl.controller.reconciler import base_models, load_version, unload_if_possible
+from store.errors import RolledBack, StateChanged
+from store.schema.tables import KL_TO_BASE
+from store.version_queries import groups_to_promote, newest_written, numbered_version
+from store.version_states import Why, lock_policies, make_loaded, promote_together, set_state
+from store.versions import PolicyVersion
+from trainer.errors import FilesAltered, FilesUnread, PublishError, UpstreamAway, WrongBase
+from trainer.publishing.model_server import ModelServer, Replicas
+
+log = structlog.get_logger()
+
+# The recorded reason for which a version becomes `loaded`.
+PROBED_REASON: Final = "it is loaded, and served as it was trained"
+# Seconds of pause after a version's first try that could not be decided; each further one doubles
+# the pause.
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 15.0
+
+
+class Publishing:
+    """Publish the newest written version of each policy.
+
+    Attributes:
+        waiting: by served name, why a written version could be neither loaded nor rejected yet.
+    """
+
+    def __init__(self, servers: Replicas) -> None:
+        self._servers = servers
+        self.waiting: dict[str, str] = {}
+        # For each such version: when to try again, and the pause before that.
+        self._pauses: dict[str, tuple[float, float]] = {}
+
+    async def look(self, engine: AsyncEngine) -> None:
+        """Publish what is written, and promote what has waited for other policies' versions."""
+        async with engine.connect() as connection:
+            written = await newest_written(connection)
+            groups = await groups_to_promote(connection)
+        for together in groups:
+            async with engine.begin() as connection:
+                promoted = await promote_together(connection, together)
+            log_promoted(promoted)
+        names = {version.served_name for version, _ in written}
+        self.waiting = {name: why for name, why in self.waiting.items() if name in names}
+        self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
+        tries = [self._try_to_publish(engine, version, base) for version, base in written]
+        for failure in await asyncio.gather(*tries, return_exceptions=True):
+            if failure is not None:
+                raise failure
+
+    async def _try_to_publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Publish a version of a policy of the model `base`, unless it pauses after a failure."""
+        name, now = version.served_name, asyncio.get_running_loop().time()
+        again_at, before_s = self._pauses.get(name, (0.0, 0.0))
+        if now < again_at:
+            return
+        try:
+            await self._publish(engine, version, base)
+        except (UpstreamAway, FilesAltered, FilesUnread, WrongBase) as error:
+            pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
+            self._pauses[name] = now + pause_s, pause_s
+            if self.waiting.get(name) != str(error):
+                log.warning("version_waits", version=name, reason=str(error))
+            self.waiting[name] = str(error)
+        except (StateChanged, RolledBack) as error:
+            # A roll-back or a retraining took it down meanwhile, or another controller was faster.
+            log.info("version_changed_meanwhile", version=name, reason=str(error))
+            async with engine.connect() as connection:
+                current = await numbered_version(connection, version.name, version.version)
+            if current is None or not current.is_servable:
+                await self._unload(name)
+
+    async def _publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Load a version on the servers that answer, probe it there, and promote or reject it.
+
+        If none of them has the model `base`, the version is another controller's.
+
+        Raises:
+            UpstreamAway, FilesAltered, FilesUnread, WrongBase: nothing is known about the version.
+            StateChanged, RolledBack: it is not `written` any more.
+        """
+        listed = await self._servers.ask(ModelServer.models)
+        servers = [server for server, models in listed.items() if base in base_models(models)]
+        if not servers:
+            return
+        try:
+            check_forgetting(version)
+            probes = await self._servers.ask(lambda server: load_version(server, version), servers)
+        except (FilesAltered, WrongBase):
+            raise
+        except PublishError as error:
+            await self._reject(engine, version, error)
+            return
+        probed = [probe for probe in probes.values() if probe is not None]
+        probe = max(probed, key=lambda one: one.mean_difference, default=None)
+        evidence = None if probe is None else msgspec.structs.asdict(probe)
+        together = (version.gate or {}).get("publish_with", [version.name])
+        why: Why = {"reason": PROBED_REASON, "actor": "controller", "evidence": evidence}
+        async with engine.begin() as connection:
+            # Another controller may promote versions of any of them at this moment.
+            await lock_policies(connection, together)
+            await make_loaded(connection, version.name, version.version, **why)
+            promoted = await promote_together(connection, together)
+        if probe is not None:
+            PROBE_DIFFERENCE.labels(version.name).set(probe.mean_difference)
+        log.info("version_probed", version=version.served_name, **(evidence or {}))
+        log_promoted(promoted)
+        if not promoted:
+            log.info("version_waits_for_traffic", version=version.served_name, goes_with=together)
+
+    async def _reject(
+        self, engine: AsyncEngine, version: PolicyVersion, error: PublishError
+    ) -> None:
+        async with engine.begin() as connection:
+            await set_state(
+                connection,
+                version.name,
+                version.version,
+                "rejected",
+                reason=str(error),
+                actor="controller",
+                evidence=error.evidence,
+            )
+        log.error("version_rejected", version=version.served_name, reason=str(error))
+        await self._unload(version.served_name)
+
+    async def _unload(self, name: str) -> None:
+        for server in self._servers.each:
+            await unload_if_possible(server, name)
+
+
+def log_promoted(versions: Sequence[PolicyVersion]) -> None:
+    """Log the versions that have got the traffic."""
+    for version in versions:
+        log.info("version_promoted", version=version.served_name)
+
+
+def check_forgetting(version: PolicyVersion) -> None:
+    """Check a version's KL to the base model against the bound of its rule, if both exist.
+
+    An imported version has no KL, because Pawl did not train it.
+
+    Raises:
+        PublishError: the KL is above the bound.
+    """
+    kl, most = version.kl_to_base, (version.gate or {}).get("most_kl_to_base")
+    if kl is None or most is None or kl <= most:
+        return
+    raise PublishError(
+        f"its KL to the base model is {kl:.4g} nats a token on its training data, and"
+        f" publish.most_kl_to_base is {most:g}: it may have lost other skills; set"
+        " kl.coefficient, lower optimizer.learning_rate, or raise the bound",
+        {KL_TO_BASE: kl, "most_kl_to_base": most},
+    )
