@@ -118,7 +118,7 @@ async def stack(engine: AsyncEngine, database_url: str, tmp_path: Path) -> Async
         )
         running = await parts["controller"].enter_async_context(controlling(engine, server.url))
         port = await serve_app(
-            app_of(running.servable, running.controllers),
+            app_of(running.servable, running.controllers, running.publishing),
             settings.controller_listen,
             "PAWL_CONTROLLER_LISTEN",
             (),

@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.controller.publishing import Publishing
 from pawl.controller.reconciler import Reconciler
 from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
 from pawl.controller.run import app_of, look_forever, working
@@ -90,6 +91,7 @@ class RunningController:
 
     servable: ServableVersions
     controllers: list[ReplicaController]
+    publishing: Publishing
 
     def reasons(self, kind: str) -> dict[str, Any]:
         """Return why versions are not loaded, by name; `kind`: altered, unread or misserved."""
@@ -105,9 +107,13 @@ async def controlling(
     async with AsyncExitStack() as exits:
         replicas = await exits.enter_async_context(Replicas(urls, files=files))
         controllers = [ReplicaController(server, servable, POLL_S) for server in replicas.each]
-        read = look_forever(settings_of(engine), POLL_S, "controller", servable.look)
-        async with working([read]), working([each.reconcile_forever() for each in controllers]):
-            yield RunningController(servable, controllers)
+        publishing = Publishing(replicas)
+        looks = {"controller": servable.look, "publishing": publishing.look}
+        reading = [
+            look_forever(settings_of(engine), POLL_S, name, look) for name, look in looks.items()
+        ]
+        async with working(reading), working([each.reconcile_forever() for each in controllers]):
+            yield RunningController(servable, controllers, publishing)
 
 
 async def assert_has(server: FakeModelServer, *names: str) -> None:
@@ -122,7 +128,7 @@ async def assert_has(server: FakeModelServer, *names: str) -> None:
 @asynccontextmanager
 async def asked(controller: RunningController) -> AsyncIterator[tuple[dict[str, Any], str]]:
     """Give what the controller's port says."""
-    app = app_of(controller.servable, controller.controllers)
+    app = app_of(controller.servable, controller.controllers, controller.publishing)
     async with TestClient(TestServer(app)) as client:
         ready = await (await client.get("/readyz")).json()
         yield ready, await (await client.get("/metrics")).text()

@@ -12,6 +12,7 @@ from store.errors import UnknownPolicy
 from store.version_queries import list_versions, mark_files_deleted
 from store.version_states import ensure_base, mark_unloaded
 from tests.integration.pawl.conftest import Pawl
+from tests.support.controller.publishing import publishing_beside
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter
@@ -22,7 +23,11 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 async def run(
-    pawl: Pawl, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pawl: Pawl,
+    engine: AsyncEngine,
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Pawl]:
     """`pawl policies` with the settings of a trainer of `writer`, in a folder with an adapter."""
     (tmp_path / "p.toml").write_text(FILE)
@@ -35,7 +40,8 @@ async def run(
         async def invoke(*arguments: str) -> Result:
             return await pawl("policies", *arguments)
 
-        yield invoke
+        async with publishing_beside(engine, [url]):
+            yield invoke
 
 
 async def test_import_waits_for_a_decision_in_canary_mode(

@@ -23,6 +23,7 @@ from benchmarks.stack import free_port
 from store.ids import new_id
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord
 from store.version_states import ensure_base
+from tests.support.controller.publishing import publishing_beside
 from tests.support.ledger.episodes import ingest
 from tests.support.servers.computing_server import Server
 from tests.support.trainer.scored_episodes import ALONE, BASE, WORDS, Said, call_record, write_model
@@ -180,4 +181,5 @@ async def test_trainer_without_free_memory_waits_for_room(
         assert "batch.micro_batch_tokens" in scenario.log.read_text()
         assert (trainer.returncode, await scenario.consumed()) == (None, 0)
         (scenario.folder / "memory-is-full").unlink()
-        await eventually(scenario.serves_an_update, within_s=120)
+        async with publishing_beside(scenario.engine, [f"http://127.0.0.1:{scenario.port}/v1"]):
+            await eventually(scenario.serves_an_update, within_s=120)
