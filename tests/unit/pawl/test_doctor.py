@@ -89,7 +89,7 @@ def policy(recipe: dict[str, Any] | None = None, **changes: Any) -> PolicyFacts:
             now=NOW,
             frozen=False,
             is_held=False,
-            serving=VersionInRole(version=version(1), gate=None, since=HOUR),
+            serving=VersionInRole(version=version(1), since=HOUR),
         ),
         servable=(version(1),),
         live=LiveCounts(serving=1, kept=0, coming=0),
@@ -135,6 +135,7 @@ def facts(*policies: PolicyFacts, **changes: Any) -> Facts:
 AWAY = "Cannot connect"
 IS_STUCK = Ready(drain=Drain(state="stuck", for_s=60.0, reason="disk full", held=7))
 MISSERVED = Ready(misserved={"http://gpu:8000/v1": {"m@1": "it is 0.4 nats off"}})
+WAITING = Ready(waiting={"m@2": "its base model's log-probabilities differ", "n@1": "away"})
 LONG_FULL = LiveCounts(serving=4, held=4, kept=1, coming=0)
 KEPT_FULL = LiveCounts(serving=1, held=1, kept=6, coming=0)
 
@@ -157,8 +158,8 @@ TRIED = GatedPolicy(
     now=NOW,
     frozen=False,
     is_held=False,
-    serving=VersionInRole(version=version(1), gate=None, since=HOUR),
-    canary=VersionInRole(version=version(2, state="canary", share=0.1), gate=None, since=HOUR),
+    serving=VersionInRole(version=version(1), since=HOUR),
+    canary=VersionInRole(version=version(2, state="canary", share=0.1), since=HOUR),
 )
 SUM = {"reward": {"correct": {"range": [0, 1]}}, "claim": {"group_size": 4, "groups": 4}}
 SFT = {
@@ -169,6 +170,7 @@ SFT = {
 YOUNG = sample("process_start_time_seconds", ago(minutes=9).timestamp())
 LONGEST = sample("pawl_longest_call_tokens", 512.0)
 DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
+FAR_OFF = sample("pawl_update_probe_difference", 0.14, policy="m")
 
 
 @pytest.mark.parametrize(
@@ -369,6 +371,18 @@ DRIFT = sample("pawl_update_drift_kl", 0.08, policy="m")
             facts(controller=ProcessAnswer(address="", ready=MISSERVED)),
             "m: not served as trained: m@1",
             "`pawl policies check`",
+            True,
+        ),
+        (
+            facts(controller=ProcessAnswer(address="", ready=WAITING)),
+            "m: not served as trained: m@2",
+            "`pawl controller`",
+            True,
+        ),
+        (
+            facts(controller=ProcessAnswer(address="", samples=(FAR_OFF,))),
+            "m: model server and trainer disagree",
+            "PAWL_TOOL_PARSER",
             True,
         ),
         (

@@ -205,8 +205,9 @@ async def test_controller_has_a_candidate_evaluated_until_its_time_is_over(
     for runs in (1, 2):
         new, old = (
             VersionInRole(
-                version=msgspec.structs.replace(version(number, state), update_id=uuid4()),
-                gate=rule.judged_by,
+                version=msgspec.structs.replace(
+                    version(number, state), update_id=uuid4(), gate=rule.judged_by
+                ),
                 since=datetime.now(UTC),
             )
             for number, state in ((2, "loaded"), (1, "serving"))
