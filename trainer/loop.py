@@ -227,6 +227,8 @@ class Loop:
         or frees its episodes.
         """
         if not await self.is_published():
+            if self._breaker.is_open:
+                await self._free_next_update()
             return False
         started = perf_counter()
         # A newer version would start the wait for other policies' versions again, maybe for ever.
@@ -306,6 +308,7 @@ class Loop:
             self._trackers.log(self._policy, plan.metrics, number)
             return
         version = await self._make_version(claim, plan, parent, number)
+        await self._await_controller(version)
         if looks_ahead:
             await self._look_ahead(version)
 
@@ -354,7 +357,7 @@ class Loop:
     async def is_published(self) -> bool:
         """Return whether the controller has loaded or rejected the policy's newest version.
 
-        Before that, the version's files are offered to other machines. Its end is noted once.
+        If it has, the result is noted once.
         """
         written = await self._versions.written()
         if written:
@@ -366,6 +369,7 @@ class Loop:
         return True
 
     async def _await_controller(self, version: PolicyVersion) -> None:
+        """Offer a written version's files to other machines, once; log if it waits for long."""
         if self._awaited is None or self._awaited.version != version.version:
             await self._servers.files.offer(Path(version.adapter_path or ""))
             self._awaited, self._awaited_since = version, perf_counter()

@@ -124,6 +124,18 @@ async def test_paused_trainer_holds_no_claimed_episodes(bench: Bench) -> None:
     assert await held(bench.engine) == 0
 
 
+async def test_trainer_that_pauses_before_the_publication_holds_no_claimed_episodes(
+    bench: Bench,
+) -> None:
+    async with bench.working() as loop:
+        assert await Loop.update_once(loop, looks_ahead=True)
+        loop._breaker.pause_until_test("a model server was away, and may be another one now")
+        assert not await Loop.update_once(loop)
+        assert await held(bench.engine) == 0
+        await loop.look()
+    assert await bench.states() == {0: "retired", 1: "serving"}
+
+
 async def test_killed_trainer_spends_its_planned_episodes_once(bench: Bench) -> None:
     async with bench.working() as loop:
         assert await Loop.update_once(loop, looks_ahead=True)
