@@ -102,7 +102,7 @@ PAUSE_REMEDIES: Final[Mapping[PauseReason, str]] = {
     "out_of_memory": "give the trainer more memory: `pawl plan` says what the model takes",
     "drift": "set PAWL_DEFAULT_TEMPERATURE, PAWL_DEFAULT_SAMPLING and PAWL_TOOL_PARSER to what the"
     " model server uses",
-    "rejected": "read in the trainer's log how the model server serves what is trained"
+    "rejected": "read in the controller's log how the model server serves what is trained"
     " (version_rejected)",
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
