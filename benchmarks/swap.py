@@ -1,7 +1,7 @@
 """Measure whether clients notice that adapters are loaded and unloaded.
 
 Clients stream episodes of several calls through a real proxy from a real vLLM, while one version
-after another is published, as by the trainer after its optimiser step. Turns of a minute with such
+after another is imported. Turns of a minute with such
 loads alternate with turns without. Ends with status 1 if a call failed, streams paused, an episode
 changed its version, or loads were not made or exceeded the adapter slots. A run's files and logs
 are in `var/swap` until the next run.
@@ -198,7 +198,7 @@ async def measure(
     plan = msgspec.structs.replace(plan, vllm=vllm)
     context = multiprocessing.get_context("spawn")
     async with running_stack(plan, lambda names: tell(f"waiting for {names}")) as stack:
-        # The publisher does what the trainer would do after an update.
+        # The publisher writes what the trainer would, and the controller publishes it.
         await stack.stop_training()
         settings = TrainerSettings(
             upstream_url=f"http://127.0.0.1:{plan.vllm.port}/v1",

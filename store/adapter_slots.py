@@ -18,8 +18,8 @@ from store.schema.tables import LIVE, PROMOTED_WHEN_LOADED, ROLLBACK_TARGET
 from store.version_states import mark_unloaded
 from store.versions import Actor
 
-# A running update and a written version reserve a slot no longer than this: their trainer may be
-# gone.
+# A running update and a written version reserve a slot no longer than this: trainer or controller
+# may be gone.
 RESERVED_S: Final = 3600.0
 # A version that lost the traffic this long ago may be unloaded although its episodes go on: they
 # continue with the serving version. By then its calls have ended, or the model server is silent.
@@ -44,7 +44,7 @@ _LOCK: Final = text(
     FROM policies WHERE name = :policy AND version = 0
     """
 )
-# Running updates and written versions expire, since their trainer may be gone. A policy that is not
+# Running updates and written versions expire. A policy that is not
 # configured any more needs slots for serving, ready and held versions only while it is called.
 _LIVE: Final = text(
     f"""

@@ -176,11 +176,12 @@ _DECIDED_ABOUT: Final = text(
     " AND (gate->>'mode' = 'evaluated'"
     " OR gate->>'mode' = 'immediate' AND gate->>'approve' = 'true')"
 )
-_SET_PUBLISH_WITH: Final = text(
+_RENEW_RULES: Final = text(
     f"""
-    UPDATE policies SET gate = COALESCE(gate, '{{}}')
-        || jsonb_build_object('publish_with', CAST(:together AS text[]),
-            'wait_for_others_s', CAST(:wait_s AS double precision))
+    UPDATE policies SET gate = CASE WHEN state = 'written' THEN r.rule
+        ELSE COALESCE(gate, '{{}}') || jsonb_build_object('publish_with', r.rule->'publish_with',
+            'wait_for_others_s', r.rule->'wait_for_others_s') END
+    FROM (SELECT CAST(:rule AS jsonb) AS rule) r
     WHERE name = :name AND {LIVE} AND state IN ('written', 'loaded')
     """
 )
@@ -560,15 +561,14 @@ async def promote_together(
     return [version_of(row) for row in loaded]
 
 
-async def set_publish_with(
-    connection: AsyncConnection, name: str, together: Sequence[str], wait_s: float
-) -> None:
-    """Let the policy's versions that have no traffic yet go live with the policies `together`.
+async def renew_rules(connection: AsyncConnection, name: str, rule: Mapping[str, Any]) -> None:
+    """Give a policy's written versions `rule` (`add_version`), and loaded ones its waiting rule.
 
-    They wait for these for at most `wait_s` seconds.
+    The waiting rule says with which policies' versions one goes live, and how long it waits for
+    them.
     """
-    values = {"name": name, "together": list(together), "wait_s": wait_s}
-    await connection.execute(_SET_PUBLISH_WITH, values)
+    await lock_policies(connection, [name])
+    await connection.execute(_RENEW_RULES, {"name": name, "rule": json.dumps(dict(rule))})
 
 
 # Judging
@@ -661,7 +661,7 @@ async def recall(connection: AsyncConnection, name: str, version: int, **why: Un
 async def roll_back(
     connection: AsyncConnection, version: PolicyVersion, **why: Unpack[Why]
 ) -> PolicyVersion | None:
-    """Roll back a version that serves, is a canary, or is loaded: no new episode begins with it.
+    """Roll back a version that serves, is tried, loaded or written: no new episode begins with it.
 
     With the serving version, all versions that served since the control are rolled back, and the
     control serves again; without a control, the last one that served before and is still loaded, or
@@ -671,13 +671,13 @@ async def roll_back(
 
     Raises:
         StateChanged: the version has another state by now; nothing was written.
-        WrongVersionState: the version is not loaded, a canary or serving, or is the base model.
+        WrongVersionState: the version has lost the traffic already, or is the base model.
     """
     name, number = version.name, version.version
-    if version.state not in ("loaded", "canary", "serving") or not number:
+    if version.state not in ("written", "loaded", "canary", "serving") or not number:
         raise WrongVersionState(
-            f"{name}@{number} is {version.state!r}: only a trained version in state 'loaded',"
-            " 'canary' or 'serving' can be rolled back"
+            f"{name}@{number} is {version.state!r}: only a trained version in state 'written',"
+            " 'loaded', 'canary' or 'serving' can be rolled back"
         )
     await lock_policies(connection, [name])
     now = await lock_version(connection, name, number)

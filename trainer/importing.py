@@ -14,13 +14,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
+import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claims import IMPORTED_FROM
 from store.policy_table import open_policies
 from store.versions import PolicyVersion
-from trainer.errors import PublishError
+from trainer.errors import NotFetched, PublishError
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policies import base_model, check_publishing, importing_policy, lock_policy
@@ -43,8 +44,11 @@ from trainer.updates.versions import (
     PUBLISHED_WITHIN_S,
     PolicyVersions,
     begin_policy,
+    publishing_rule,
     warn_of_wait,
 )
+
+log = structlog.get_logger()
 
 # Seconds between checks whether the controller has published the version.
 POLL_S: Final = 0.2
@@ -57,7 +61,7 @@ async def import_adapter(
 
     Return the version. It is `serving`, or `loaded` if it waits for other policies' versions or for
     a decision, or still `written` if no controller published it within PUBLISHED_WITHIN_S seconds,
-    or a model server does not answer: then a controller publishes it later.
+    or no model server answers: then a controller publishes it later.
 
     Raises:
         TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
@@ -84,10 +88,14 @@ async def import_adapter(
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
             imported = AdapterImport(settings, recipe, engine, learner, name, chosen.together)
             number = await imported.write(directory)
-            await servers.files.offer(imported.folder(number))
+            try:
+                await servers.files.offer(imported.folder(number))
+            except NotFetched as error:
+                # The policy's trainer offers them again.
+                log.warning("adapter_not_uploaded", version=number, reason=str(error))
             # Without a server it would wait in vain.
             return await imported.until_published(
-                number, 0.0 if servers.is_any_away else PUBLISHED_WITHIN_S
+                number, 0.0 if servers.are_all_away else PUBLISHED_WITHIN_S
             )
         finally:
             # Otherwise the pool would keep the connection, and with it the hold on the policy.
@@ -116,7 +124,8 @@ class AdapterImport:
         self._folder = settings.adapter_dir
         self._versions = PolicyVersions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
-        self._recording = Recording(engine, policy, recipe.judged_by, together)
+        rule = publishing_rule(recipe, policy, together)
+        self._recording = Recording(engine, policy, rule)
         self._recovery = Recovery(self._recording, self._folder)
 
     async def write(self, directory: Path) -> int:

@@ -31,6 +31,7 @@ from store.versions import PolicyVersion
 from trainer.errors import (
     MEMORY_REMEDY,
     LearnerError,
+    NotFetched,
     ServerAtFault,
     ShortOfMemory,
     TeacherError,
@@ -52,7 +53,12 @@ from trainer.updates.recording import KILLED, Recording, Recovery
 from trainer.updates.self_test import ServerSelfTest
 from trainer.updates.teacher import Teacher
 from trainer.updates.training import Training, in_thread
-from trainer.updates.versions import PUBLISHED_WITHIN_S, PolicyVersions, warn_of_wait
+from trainer.updates.versions import (
+    PUBLISHED_WITHIN_S,
+    PolicyVersions,
+    publishing_rule,
+    warn_of_wait,
+)
 
 log = structlog.get_logger()
 
@@ -99,7 +105,8 @@ class Loop:
         teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
         self._learner = learner
         self._training = Training(learner, folder, self._versions, teacher)
-        self._recording = Recording(engine, policy, recipe.judged_by, self._together)
+        rule = publishing_rule(recipe, policy, self._together)
+        self._recording = Recording(engine, policy, rule)
         self._recovery = Recovery(self._recording, folder)
         self._cleaning = Cleaning(engine, servers, policy, folder)
         self._breaker = breaker or CircuitBreaker()
@@ -115,6 +122,8 @@ class Loop:
         self._is_wait_logged = False
         # The next update, if it was claimed and planned while its parent was published.
         self._ahead: tuple[Claim, Plan] | None = None
+        # Or why it failed.
+        self._failed_ahead: tuple[LearnerError, Claim] | None = None
         own_folder = version_folder(folder, policy, 0).parent
         self._self_test = ServerSelfTest(learner, own_folder, servers, policy, recipe, teacher)
 
@@ -182,7 +191,9 @@ class Loop:
             if why is None:
                 await self._exclude_wrong_samples()
             log.warning("self_test", policy=self._policy, passed=why is None, reason=why)
-        show_pause(self._policy, breaker.reason)
+        show_pause(
+            self._policy, breaker.reason or ("unpublished" if self._is_wait_logged else None)
+        )
 
     async def _has_test_slot(self) -> bool:
         """Return whether the model servers have a slot for a test's adapter.
@@ -236,18 +247,20 @@ class Loop:
         if waits_for_others or await self._versions.is_held():
             await self._free_next_update()
             return False
-        # Read after the check above: meanwhile another trainer may promote this policy's waiting
-        # version, but no other trainer makes a version wait.
+        # Read after the checks above: meanwhile the controller may promote the waiting version, but
+        # only this trainer makes a new one.
         parent = await self._versions.head()
         await self._claiming.consume_expired(parent.version)
         await self._track_evaluation()
         try:
-            if not await self._update_from(parent, looks_ahead=looks_ahead):
+            if not await self._update_from(parent):
                 return False
+            UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
+            if looks_ahead:
+                await self._look_ahead()
         except asyncio.CancelledError:
             await self.stop()
             raise
-        UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
 
     async def _track_evaluation(self) -> None:
@@ -262,7 +275,7 @@ class Loop:
             self._evaluated = scored[-1]
             self._trackers.log(self._policy, {"eval": msgspec.structs.asdict(scored[-1])})
 
-    async def _update_from(self, parent: PolicyVersion, *, looks_ahead: bool) -> bool:
+    async def _update_from(self, parent: PolicyVersion) -> bool:
         """Claim and run updates of `parent` until one succeeds; return False if none can begin."""
         while not self._breaker.is_open:
             claim, plan = await self._take_next_claim(parent)
@@ -270,7 +283,7 @@ class Loop:
                 return False
             try:
                 plan = plan or await self._training.plan(claim, self._recipe, self._test_servers)
-                await self._run_update(claim, plan, parent, looks_ahead=looks_ahead)
+                await self._run_update(claim, plan, parent)
             except LearnerError as error:
                 await self._undo_update(claim, error)
             except ClaimSpoilt as error:
@@ -293,9 +306,7 @@ class Loop:
         await self._claiming.end_failed(claim.update_id, why)
         await self._count_failed_update(why, claim)
 
-    async def _run_update(
-        self, claim: Claim, plan: Plan, parent: PolicyVersion, *, looks_ahead: bool
-    ) -> None:
+    async def _run_update(self, claim: Claim, plan: Plan, parent: PolicyVersion) -> None:
         """Make and record the version of a claim, or only record the update if there is no signal.
 
         Raises:
@@ -307,30 +318,29 @@ class Loop:
             await self._recording.record_update(claim, plan, plan.metrics)
             self._trackers.log(self._policy, plan.metrics, number)
             return
-        version = await self._make_version(claim, plan, parent, number)
-        await self._await_controller(version)
-        if looks_ahead:
-            await self._look_ahead(version)
-
-    async def _make_version(
-        self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
-    ) -> PolicyVersion:
-        """Train, write and record version `number`, and return it."""
         trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         policy_logprobs = self._training.policy_logprobs()
         new = await self._training.describe_version(claim, plan, number, plan.metrics | trained)
         folder = await self._training.write(new)
+        try:
+            # Before the controller sees the version.
+            await self._servers.files.offer(folder)
+        except NotFetched as error:
+            # `is_published` tries again, and the version waits for that.
+            log.warning("adapter_not_uploaded", version=number, reason=str(error))
         await self._recording.record_update(
             claim, plan, new.metrics, (number, folder), policy_logprobs
         )
         self._trackers.log(self._policy, new.metrics, number)
-        return await self._versions.numbered(number)
 
-    async def _look_ahead(self, parent: PolicyVersion) -> None:
-        """Claim and plan the next update of `parent`, while the controller publishes `parent`.
+    async def _look_ahead(self) -> None:
+        """Claim and plan the next update, while the controller publishes the version of the last.
 
-        The result is the same as after the publication: the update of `parent` is recorded already.
+        The result is the same as after the publication: the last update is recorded already.
         """
+        parent = await self._versions.head()
+        if parent.state != "written":
+            return
         # A version that waits for a decision has no traffic when it is published.
         serves = self._recipe.publish.serves_at_once
         claim = await self._claiming.claim_update(parent.version, parent_serves=serves)
@@ -340,7 +350,8 @@ class Loop:
             plan = await self._training.plan(claim, self._recipe, self._test_servers)
             self._ahead = claim, plan
         except LearnerError as error:
-            await self._undo_update(claim, error)
+            await self._claiming.end_failed(claim.update_id, error)
+            self._failed_ahead = error, claim
 
     async def _free_next_update(self) -> None:
         """Free the episodes of the update that was begun ahead, if there is one."""
@@ -365,6 +376,7 @@ class Loop:
             return False
         if self._awaited is not None:
             awaited, self._awaited = await self._versions.numbered(self._awaited.version), None
+            self._is_wait_logged = False
             await self._note_published(awaited)
         return True
 
@@ -387,6 +399,10 @@ class Loop:
             self._log_pause()
         else:
             self._breaker.forget_failures()
+        if self._failed_ahead is not None:
+            # Counted now, as it comes after the result of its parent.
+            failed, self._failed_ahead = self._failed_ahead, None
+            await self._count_failed_update(*failed)
         await self._cleaning.clean()
 
     async def _test_servers(self, distant: int, measured: int) -> None:

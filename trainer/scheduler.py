@@ -201,10 +201,12 @@ class PolicyScheduler:
                 # Timed from here: taking up a policy takes long, and is no check of the store.
                 started = perf_counter()
                 updated = await self._run_turn(held, once=once)
-                if updated and once:
-                    await self._until_published(held)
+                if updated is not None and once:
+                    # Another process publishes, so there is no event to wait for.
+                    while not await updated.is_published(self._guard):  # noqa: ASYNC110
+                        await asyncio.sleep(PUBLISHED_POLL_S)
                     return
-                if not updated:
+                if updated is None:
                     check_s = perf_counter() - started
                     awaits = any(worker.awaits_controller for worker in held)
                     pause_s = min(poll_s, PUBLISHED_POLL_S) if awaits else poll_s
@@ -213,12 +215,6 @@ class PolicyScheduler:
             for worker in self._workers.values():
                 await worker.stop()
             raise
-
-    async def _until_published(self, held: Sequence[PolicyWorker]) -> None:
-        """Wait until the controller has published the newest versions of these policies."""
-        # Another process publishes, so there is no event to wait for.
-        while not all([await worker.is_published(self._guard) for worker in held]):  # noqa: ASYNC110
-            await asyncio.sleep(PUBLISHED_POLL_S)
 
     async def _hold_workable(self) -> list[PolicyWorker]:
         """Hold the policies that can be worked on, and return them."""
@@ -237,8 +233,12 @@ class PolicyScheduler:
         if last is not None and not may_pass:
             raise last
 
-    async def _run_turn(self, held: Sequence[PolicyWorker], *, once: bool = False) -> bool:
-        """Run an update of the first policy in turn with enough episodes; return whether one ran.
+    async def _run_turn(
+        self, held: Sequence[PolicyWorker], *, once: bool = False
+    ) -> PolicyWorker | None:
+        """Run an update of the first policy in turn with enough episodes; return its worker.
+
+        Return None if no update ran.
 
         Raises:
             Exception: see `run`.
@@ -256,9 +256,9 @@ class PolicyScheduler:
             if await self._workers[name].update_once(self._guard, looks_ahead=looks_ahead):
                 for worker in self._workers.values():
                     worker.turns = 0 if worker.policy == name else worker.turns + 1
-                return True
+                return self._workers[name]
         self._check_failures()
-        return False
+        return None
 
 
 class WaitingSignal(Record, frozen=True, kw_only=True):

@@ -20,18 +20,21 @@ from pawl.controller.reconciler import base_models, load_version, unload_if_poss
 from store.errors import RolledBack, StateChanged
 from store.schema.tables import KL_TO_BASE
 from store.version_queries import groups_to_promote, newest_written, numbered_version
-from store.version_states import Why, lock_policies, make_loaded, promote_together, set_state
+from store.version_states import Why, make_loaded, promote_together, set_state
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, PublishError, UpstreamAway, WrongBase
 from trainer.publishing.model_server import ModelServer, Replicas
+from trainer.publishing.probe import ProbeResult
 
 log = structlog.get_logger()
 
 # The recorded reason for which a version becomes `loaded`.
 PROBED_REASON: Final = "it is loaded, and served as it was trained"
-# Seconds of pause after a version's first try that could not be decided; each further one doubles
-# the pause.
+# Seconds of pause after a version's first try to load that decided nothing; each further one
+# doubles the pause.
 FIRST_PAUSE_S: Final = 0.5
+# Seconds for which a look waits for the tries to load.
+TRY_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 15.0
 
 
@@ -45,37 +48,57 @@ class Publishing:
     def __init__(self, servers: Replicas) -> None:
         self._servers = servers
         self.waiting: dict[str, str] = {}
+        # Running tries by policy: a slow server or source delays no other policy's version.
+        self._tries: dict[str, asyncio.Task[None]] = {}
+        # Served names of versions that are left to other controllers.
+        self._left: set[str] = set()
         # For each such version: when to try again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
 
     async def look(self, engine: AsyncEngine) -> None:
-        """Publish what is written, and promote what has waited for other policies' versions."""
+        """Load and probe what is written, and promote what is loaded, if it is due.
+
+        Tries that take longer than TRY_S go on until the next look.
+        """
         async with engine.connect() as connection:
             written = await newest_written(connection)
-            groups = await groups_to_promote(connection)
-        for together in groups:
-            async with engine.begin() as connection:
-                promoted = await promote_together(connection, together)
-            log_promoted(promoted)
         names = {version.served_name for version, _ in written}
         self.waiting = {name: why for name, why in self.waiting.items() if name in names}
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
-        tries = [self._try_to_publish(engine, version, base) for version, base in written]
-        for failure in await asyncio.gather(*tries, return_exceptions=True):
-            if failure is not None:
-                raise failure
+        for version, base in written:
+            if version.name not in self._tries:
+                work = self._try_to_load(engine, version, base)
+                self._tries[version.name] = asyncio.create_task(work)
+        if self._tries:
+            await asyncio.wait(self._tries.values(), timeout=TRY_S)
+        ended = [self._tries.pop(name) for name, task in list(self._tries.items()) if task.done()]
+        for task in ended:
+            task.result()
+        async with engine.connect() as connection:
+            groups = await groups_to_promote(connection)
+        for together in groups:
+            # Another trainer or person may have changed the versions: they are read again.
+            async with engine.begin() as connection:
+                promoted = await promote_together(connection, together)
+            log_promoted(promoted)
 
-    async def _try_to_publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
-        """Publish a version of a policy of the model `base`, unless it pauses after a failure."""
-        name, now = version.served_name, asyncio.get_running_loop().time()
+    async def close(self) -> None:
+        """End the tries that still run."""
+        for task in self._tries.values():
+            task.cancel()
+        await asyncio.gather(*self._tries.values(), return_exceptions=True)
+
+    async def _try_to_load(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Load a version of a policy of the model `base`, unless it pauses after a failure."""
+        name, clock = version.served_name, asyncio.get_running_loop().time
         again_at, before_s = self._pauses.get(name, (0.0, 0.0))
-        if now < again_at:
+        if clock() < again_at:
             return
         try:
-            await self._publish(engine, version, base)
+            await self._load(engine, version, base)
         except (UpstreamAway, FilesAltered, FilesUnread, WrongBase) as error:
             pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
-            self._pauses[name] = now + pause_s, pause_s
+            self._pauses[name] = clock() + pause_s, pause_s
             if self.waiting.get(name) != str(error):
                 log.warning("version_waits", version=name, reason=str(error))
             self.waiting[name] = str(error)
@@ -87,10 +110,10 @@ class Publishing:
             if current is None or not current.is_servable:
                 await self._unload(name)
 
-    async def _publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
-        """Load a version on the servers that answer, probe it there, and promote or reject it.
+    async def _load(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Load a version on the servers that answer, and probe it there; reject it if it fails.
 
-        If none of them has the model `base`, the version is another controller's.
+        If all servers answer, and none has the model `base`, it is left to another controller.
 
         Raises:
             UpstreamAway, FilesAltered, FilesUnread, WrongBase: nothing is known about the version.
@@ -98,32 +121,31 @@ class Publishing:
         """
         listed = await self._servers.ask(ModelServer.models)
         servers = [server for server, models in listed.items() if base in base_models(models)]
+        if not servers and len(listed) < len(self._servers.each):
+            raise UpstreamAway(f"no model server that answers has the base model {base!r}")
         if not servers:
+            if version.served_name not in self._left:
+                self._left.add(version.served_name)
+                missing = f"no model server of this controller has its base model {base!r}"
+                log.warning("version_left", version=version.served_name, reason=missing)
             return
         try:
             check_forgetting(version)
-            probes = await self._servers.ask(lambda server: load_version(server, version), servers)
+            probes = await self._servers.ask(
+                lambda server: load_and_probe(server, version), servers
+            )
         except (FilesAltered, WrongBase):
             raise
         except PublishError as error:
             await self._reject(engine, version, error)
             return
-        probed = [probe for probe in probes.values() if probe is not None]
-        probe = max(probed, key=lambda one: one.mean_difference, default=None)
-        evidence = None if probe is None else msgspec.structs.asdict(probe)
-        together = (version.gate or {}).get("publish_with", [version.name])
+        probe = max(probes.values(), key=lambda probe: probe.mean_difference)
+        evidence = msgspec.structs.asdict(probe)
         why: Why = {"reason": PROBED_REASON, "actor": "controller", "evidence": evidence}
         async with engine.begin() as connection:
-            # Another controller may promote versions of any of them at this moment.
-            await lock_policies(connection, together)
             await make_loaded(connection, version.name, version.version, **why)
-            promoted = await promote_together(connection, together)
-        if probe is not None:
-            PROBE_DIFFERENCE.labels(version.name).set(probe.mean_difference)
-        log.info("version_probed", version=version.served_name, **(evidence or {}))
-        log_promoted(promoted)
-        if not promoted:
-            log.info("version_waits_for_traffic", version=version.served_name, goes_with=together)
+        PROBE_DIFFERENCE.labels(version.name).set(probe.mean_difference)
+        log.info("version_probed", version=version.served_name, **evidence)
 
     async def _reject(
         self, engine: AsyncEngine, version: PolicyVersion, error: PublishError
@@ -144,6 +166,18 @@ class Publishing:
     async def _unload(self, name: str) -> None:
         for server in self._servers.each:
             await unload_if_possible(server, name)
+
+
+async def load_and_probe(server: ModelServer, version: PolicyVersion) -> ProbeResult:
+    """Load a version on a server (`load_version`), and return what its probe found.
+
+    Raises:
+        PublishError: its files have nothing to compare with.
+    """
+    probe = await load_version(server, version)
+    if probe is None:
+        raise PublishError("its manifest has no probe rows, so nobody can tell how it is served")
+    return probe
 
 
 def log_promoted(versions: Sequence[PolicyVersion]) -> None:

@@ -49,6 +49,7 @@ async def controller(settings: ControllerSettings) -> None:
         port = await serve_app(app, listen, "PAWL_CONTROLLER_LISTEN", hosts)
         exits.push_async_callback(port.cleanup)
         exits.push_async_callback(evaluations.close)
+        exits.push_async_callback(publishing.close)
         looks = {
             "controller": servable.look,
             "publishing": publishing.look,

@@ -106,6 +106,8 @@ PAUSE_REMEDIES: Final[Mapping[PauseReason, str]] = {
     " (version_rejected)",
     "server": "start the model server as docs/howto/operate.md says; the trainer's log has what it"
     " does wrong (self_test)",
+    "unpublished": "start `pawl controller`, or read in its log why the version waits"
+    " (version_waits); `pawl policies rollback` gives it up",
     "server_away": "start the model server; the trainer tests it, and goes on by itself",
     "teacher": "start the teacher, or correct [teacher] in the recipe: the trainer's log says what"
     " is wrong (training_paused); the trainer tests it, and goes on by itself",
@@ -467,10 +469,13 @@ def spinning_threads(facts: Facts) -> Iterator[Finding]:
 
 
 def controller_away(facts: Facts) -> Iterator[Finding]:
-    """Find that the controller does not answer; a person is needed if a decision is pending."""
+    """Find that the controller does not answer; a person is needed if a trainer runs.
+
+    A person is also needed while a decision about a version is pending.
+    """
     if facts.controller.answers:
         return
-    is_needed = any(
+    is_needed = facts.trainer.answers or any(
         policy.waits is None
         and policy.standing is not None
         and (policy.standing.canary or policy.standing.candidate)
@@ -479,8 +484,8 @@ def controller_away(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         title="The controller does not answer",
         figures={"address": facts.controller.address, "error": facts.controller.why_not or ""},
-        remedy="start `pawl controller` (or `pawl up`): it loads adapters again and decides about"
-        " versions",
+        remedy="start `pawl controller` (or `pawl up`): it loads new versions, before which no"
+        " further update is made, and decides about them",
         needs_person=is_needed,
     )
 

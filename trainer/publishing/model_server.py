@@ -389,6 +389,11 @@ class Replicas:
         """Return whether some replica did not answer its last request."""
         return bool(self._away)
 
+    @property
+    def are_all_away(self) -> bool:
+        """Return whether no replica answered its last request."""
+        return len(self._away) == len(self.each)
+
     async def ask(
         self,
         operation: Callable[[ModelServer], Awaitable[T]],

@@ -11,7 +11,15 @@ from typing import Final, Literal
 
 # Why a trainer pauses, in a word; the log has the whole reason.
 PauseReason = Literal[
-    "failed", "out_of_memory", "drift", "rejected", "server", "server_away", "teacher", "no_slot"
+    "failed",
+    "out_of_memory",
+    "drift",
+    "rejected",
+    "server",
+    "server_away",
+    "teacher",
+    "no_slot",
+    "unpublished",
 ]
 # Failed updates in a row before the trainer pauses.
 FAILURES: Final = 2

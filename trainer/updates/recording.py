@@ -35,20 +35,11 @@ KILLED: Final = "the trainer was killed"
 class Recording:
     """Record how the updates of one policy end, in the store, the metrics and the log."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        policy: str,
-        judged_by: Mapping[str, Any],
-        together: Sequence[str] = (),
-    ) -> None:
-        """Store what new versions are judged by (`Recipe.judged_by`), and go live with.
-
-        `together` are the policies that go live together, this one included (empty: none).
-        """
+    def __init__(self, engine: AsyncEngine, policy: str, rule: Mapping[str, Any]) -> None:
+        """Store the rule of new versions (`trainer.updates.versions.publishing_rule`)."""
         self.engine = engine
         self.policy = policy
-        self._rule = {**judged_by, "publish_with": list(together) or [policy]}
+        self._rule = rule
 
     async def record_update(
         self,

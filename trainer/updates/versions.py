@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -61,21 +61,30 @@ async def begin_policy(
         )
 
 
+def publishing_rule(recipe: Recipe, policy: str, together: Sequence[str]) -> dict[str, Any]:
+    """Return the rule by which a version is published and judged, JSON-ready.
+
+    `together` are the policies that go live together, this one included (empty: it goes alone).
+    """
+    return {**recipe.judged_by, "publish_with": list(together) or [policy]}
+
+
 async def apply_rules(
     engine: AsyncEngine, policy: str, recipe: Recipe, together: Sequence[str] = ()
 ) -> None:
     """Apply a recipe that may have changed to what a policy has already.
 
     Past and future feedback is scored by the recipe's sum of metrics. If the sum has changed,
-    running comparisons of versions start again with the new sum. Versions that have no traffic yet
-    go live with the policies `together`, this one included (empty: by themselves).
+    running comparisons of versions start again with the new sum. Versions that are still to be
+    published follow the recipe, too, and those that wait go live with the policies `together`.
     """
     rule = recipe.reward_rule
     units = {key: recipe.judged_by[key] for key in ("reward", "reward_range", "margin")}
     async with engine.begin() as connection:
-        await version_states.set_publish_with(
-            connection, policy, together or [policy], recipe.publish.wait_for_others_s
+        await version_states.renew_rules(
+            connection, policy, publishing_rule(recipe, policy, together)
         )
+    async with engine.begin() as connection:
         changed = await set_reward_rule(connection, policy, rule)
         if changed:
             await rejudge_versions(connection, policy, units, actor="trainer")

@@ -110,7 +110,7 @@ WAITING_STEPS = {
         "after loading",
         "before it is loaded",
         "within that transaction",
-        "after promoting",
+        "after it is loaded",
     )
 }
 
