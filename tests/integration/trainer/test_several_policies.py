@@ -200,9 +200,9 @@ async def test_policy_without_a_version_does_not_keep_its_partner_waiting_for_ev
     await together.turns(1)
     together.wait_s = 1e-6
     await together.turn()
-    assert await together.serving() == {"writer": 1, "checker": 0}
-    # And it trains on.
+    # And it trains on: the next version has waited for so long, too.
     assert await together.updates() == ["writer", "writer"]
+    assert await together.serving() == {"writer": 2, "checker": 0}
 
 
 async def test_rejected_version_keeps_partner_policies_waiting_until_the_next_version(

@@ -24,6 +24,7 @@ from trainer.publishing.adapters import (
     sha256_of,
     write_version,
 )
+from trainer.publishing.probe import ProbeRow
 from trainer.updates.versions import begin_policy
 
 FILE = Path("policies.toml")
@@ -44,7 +45,7 @@ async def write_version_of(engine: AsyncEngine, root: Path, policy: str) -> None
             parent_version=0,
             outcomes=(),
             metrics={},
-            probe=(),
+            probe=(ProbeRow(ids=(1, 2), logprobs=(-2.0,)),),
         )
         folder = write_version(root, new, save)
         hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
@@ -97,6 +98,7 @@ async def test_nothing_of_another_tenants_policy_is_trained(
     async with policies.engine.begin() as connection:
         await ensure_base(connection, "checker", "m", "a")
     await write_version_of(policies.engine, policies.folder, "checker")
+    policies.fake.logprobs["checker@1"] = -2.0
     await policies.fill({"writer": 8, "checker": 8})
     # This trainer's policies are the default tenant's.
     assert await policies.turns(1) == ["checker", "writer"]

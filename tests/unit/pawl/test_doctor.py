@@ -389,7 +389,7 @@ FAR_OFF = sample("pawl_update_probe_difference", 0.14, policy="m")
             facts(controller=ProcessAnswer(address="", why_not=AWAY)),
             "The controller does not answer",
             "`pawl controller`",
-            False,
+            True,
         ),
         (
             facts(policy(standing=TRIED), controller=ProcessAnswer(address="", why_not=AWAY)),
@@ -472,7 +472,7 @@ def test_enough_rewards_within_their_range_are_no_finding(known: PolicyFacts) ->
 def test_findings_that_need_a_person_come_first() -> None:
     paused = trainer(sample("pawl_trainer_paused", 1.0, policy="m", reason="failed"))
     found = findings(facts(controller=ProcessAnswer(address="", why_not=AWAY), trainer=paused))
-    assert [one.needs_person for one in found] == [True, False, False]
+    assert [one.needs_person for one in found] == [True, True, False]
 
 
 def test_outlook_counts_usable_and_unusable_episodes_and_forecasts() -> None:
