@@ -72,8 +72,6 @@ class Publishing:
         if self._tries:
             await asyncio.wait(self._tries.values(), timeout=TRY_S)
         ended = [self._tries.pop(name) for name, task in list(self._tries.items()) if task.done()]
-        for task in ended:
-            task.result()
         async with engine.connect() as connection:
             groups = await groups_to_promote(connection)
         for together in groups:
@@ -81,6 +79,9 @@ class Publishing:
             async with engine.begin() as connection:
                 promoted = await promote_together(connection, together)
             log_promoted(promoted)
+        for task in ended:
+            # One that failed is raised last: it concerns no other policy.
+            task.result()
 
     async def close(self) -> None:
         """End the tries that still run."""
