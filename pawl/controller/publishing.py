@@ -20,7 +20,7 @@ from pawl.controller.reconciler import base_models, load_version, unload_if_poss
 from store.errors import RolledBack, StateChanged
 from store.schema.tables import KL_TO_BASE
 from store.version_queries import groups_to_promote, newest_written, numbered_version
-from store.version_states import Why, make_loaded, promote_together, set_state
+from store.version_states import Why, lock_policies, make_loaded, promote_together, set_state
 from store.versions import PolicyVersion
 from trainer.errors import FilesAltered, FilesUnread, PublishError, UpstreamAway, WrongBase
 from trainer.publishing.model_server import ModelServer, Replicas
@@ -30,10 +30,9 @@ log = structlog.get_logger()
 
 # The recorded reason for which a version becomes `loaded`.
 PROBED_REASON: Final = "it is loaded, and served as it was trained"
-# Seconds of pause after a version's first try to load that decided nothing; each further one
-# doubles the pause.
+# Seconds of pause after a version's first try that decided nothing; each further one doubles it.
 FIRST_PAUSE_S: Final = 0.5
-# Seconds for which a look waits for the tries to load.
+# Seconds for which a look waits for its tries.
 TRY_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 15.0
 
@@ -56,7 +55,7 @@ class Publishing:
         self._pauses: dict[str, tuple[float, float]] = {}
 
     async def look(self, engine: AsyncEngine) -> None:
-        """Load and probe what is written, and promote what is loaded, if it is due.
+        """Publish what is written, and promote what has waited for other policies' versions.
 
         Tries that take longer than TRY_S go on until the next look.
         """
@@ -67,7 +66,7 @@ class Publishing:
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
         for version, base in written:
             if version.name not in self._tries:
-                work = self._try_to_load(engine, version, base)
+                work = self._try_to_publish(engine, version, base)
                 self._tries[version.name] = asyncio.create_task(work)
         if self._tries:
             await asyncio.wait(self._tries.values(), timeout=TRY_S)
@@ -75,7 +74,6 @@ class Publishing:
         async with engine.connect() as connection:
             groups = await groups_to_promote(connection)
         for together in groups:
-            # Another trainer or person may have changed the versions: they are read again.
             async with engine.begin() as connection:
                 promoted = await promote_together(connection, together)
             log_promoted(promoted)
@@ -89,14 +87,14 @@ class Publishing:
             task.cancel()
         await asyncio.gather(*self._tries.values(), return_exceptions=True)
 
-    async def _try_to_load(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
-        """Load a version of a policy of the model `base`, unless it pauses after a failure."""
+    async def _try_to_publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Publish a version of a policy of the model `base`, unless it pauses after a failure."""
         name, clock = version.served_name, asyncio.get_running_loop().time
         again_at, before_s = self._pauses.get(name, (0.0, 0.0))
         if clock() < again_at:
             return
         try:
-            await self._load(engine, version, base)
+            await self._publish(engine, version, base)
         except (UpstreamAway, FilesAltered, FilesUnread, WrongBase) as error:
             pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
             self._pauses[name] = clock() + pause_s, pause_s
@@ -111,8 +109,8 @@ class Publishing:
             if current is None or not current.is_servable:
                 await self._unload(name)
 
-    async def _load(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
-        """Load a version on the servers that answer, and probe it there; reject it if it fails.
+    async def _publish(self, engine: AsyncEngine, version: PolicyVersion, base: str) -> None:
+        """Load a version on the servers that answer, probe it there, and promote or reject it.
 
         If all servers answer, and none has the model `base`, it is left to another controller.
 
@@ -144,9 +142,16 @@ class Publishing:
         evidence = msgspec.structs.asdict(probe)
         why: Why = {"reason": PROBED_REASON, "actor": "controller", "evidence": evidence}
         async with engine.begin() as connection:
+            # Read again: the trainer may have begun anew with other policies that go live together.
+            current = await numbered_version(connection, version.name, version.version)
+            gate = None if current is None else current.gate
+            together = (gate or {}).get("publish_with", [version.name])
+            await lock_policies(connection, together)
             await make_loaded(connection, version.name, version.version, **why)
+            promoted = await promote_together(connection, together)
         PROBE_DIFFERENCE.labels(version.name).set(probe.mean_difference)
         log.info("version_probed", version=version.served_name, **evidence)
+        log_promoted(promoted)
 
     async def _reject(
         self, engine: AsyncEngine, version: PolicyVersion, error: PublishError

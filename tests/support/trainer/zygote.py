@@ -237,10 +237,10 @@ def controllers_boundaries() -> dict[str, Patch]:
         "after the load": _after(ModelServer, "load"),
         "after the probe": _before(publishing, "make_loaded"),
         "in the transaction of the load": _after(publishing, "make_loaded"),
-        "after the transaction of the load": _after(Publishing, "_load"),
         "before the promotion": _before(version_states, "promote"),
         "in the transaction of the promotion": _after(version_states, "promote"),
         "after the promotion": _before(publishing, "log_promoted"),
+        "after the publication": _after(Publishing, "_publish"),
     }
 
 

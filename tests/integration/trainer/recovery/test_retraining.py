@@ -24,7 +24,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "in training": (FakeLearner, "update"),
     "while saving": (FakeLearner, "save"),
     "before the record": (claims, "record_update"),
-    "before publishing": (Publishing, "_load"),
+    "before publishing": (Publishing, "_publish"),
     "after loading": (reconciler, "check_served"),
 }
 
