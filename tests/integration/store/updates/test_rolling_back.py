@@ -157,9 +157,13 @@ async def test_roll_back_never_serves_an_unserved_or_unloaded_version(
         assert await fall(connection, 4) == 1
 
 
-async def test_base_or_written_version_cannot_be_rolled_back(engine: AsyncEngine) -> None:
+async def test_base_or_ended_version_cannot_be_rolled_back_and_a_written_one_is_rejected(
+    engine: AsyncEngine,
+) -> None:
     async with engine.begin() as connection:
         await trained(connection, 0)
+        await fall(connection, 1)
+        assert (await version(connection, 1)).state == "rejected"
         for number in (0, 1):
             with pytest.raises(WrongVersionState, match="only a trained version in state"):
                 await fall(connection, number)
