@@ -1,10 +1,9 @@
 """Measure whether clients notice that adapters are loaded and unloaded.
 
 Clients stream episodes of several calls through a real proxy from a real vLLM, while one version
-after another is imported. Turns of a minute with such
-loads alternate with turns without. Ends with status 1 if a call failed, streams paused, an episode
-changed its version, or loads were not made or exceeded the adapter slots. A run's files and logs
-are in `var/swap` until the next run.
+after another is imported. Turns of a minute with such loads alternate with turns without. Ends with
+status 1 if a call failed, streams paused, an episode changed its version, or loads were not made or
+exceeded the adapter slots. A run's files and logs are in `var/swap` until the next run.
 """
 
 import argparse

@@ -316,7 +316,7 @@ async def list_events(
 
 
 async def why_held(connection: AsyncConnection, name: str) -> str | None:
-    """Return why training on the serving version is held, or None if it is not held."""
+    """Return why no update starts from the serving version, or None if updates do."""
     held = policies.c.frozen_at.is_not(None) & (policies.c.version > 0)
     versions = await _versions(connection, name, policies.c.state == "serving", held)
     reasons = [await why_state_stayed(connection, name, one.version) for one in versions]

@@ -27,7 +27,7 @@ class CreditLineError(TrainerError):
 
 
 class AdapterError(TrainerError):
-    """Report that files are no usable adapter or version, or that a version exists already."""
+    """Report files that are unusable as an adapter or version, or a version that exists already."""
 
 
 class FileMissing(AdapterError):

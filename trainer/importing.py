@@ -14,14 +14,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
 from store.claims import IMPORTED_FROM
 from store.policy_table import open_policies
 from store.versions import PolicyVersion
-from trainer.errors import NotFetched, PublishError
+from trainer.errors import PublishError
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.policies import base_model, check_publishing, importing_policy, lock_policy
@@ -35,7 +34,7 @@ from trainer.publishing.foreign import (
     why_not_plain,
 )
 from trainer.publishing.model_server import Replicas
-from trainer.publishing.sources import trainer_files
+from trainer.publishing.sources import AdapterFiles, trainer_files
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 from trainer.updates.recording import KILLED, Recording, Recovery
@@ -48,8 +47,6 @@ from trainer.updates.versions import (
     warn_of_wait,
 )
 
-log = structlog.get_logger()
-
 # Seconds between checks whether the controller has published the version.
 POLL_S: Final = 0.2
 
@@ -57,7 +54,7 @@ POLL_S: Final = 0.2
 async def import_adapter(
     settings: TrainerSettings, engine: AsyncEngine, name: str, directory: Path
 ) -> PolicyVersion:
-    """Make the PEFT adapter in `directory` the next version of policy `name`, and await its end.
+    """Make the PEFT adapter in `directory` a policy's next version, and wait until it is published.
 
     Return the version. It is `serving`, or `loaded` if it waits for other policies' versions or for
     a decision, or still `written` if no controller published it within PUBLISHED_WITHIN_S seconds,
@@ -86,13 +83,10 @@ async def import_adapter(
             await asyncio.to_thread(learner.adopt, directory)
             await claims.check_connected(guard)
             await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
-            imported = AdapterImport(settings, recipe, engine, learner, name, chosen.together)
+            imported = AdapterImport(
+                settings, recipe, engine, learner, name, chosen.together, servers.files
+            )
             number = await imported.write(directory)
-            try:
-                await servers.files.offer(imported.folder(number))
-            except NotFetched as error:
-                # The policy's trainer offers them again.
-                log.warning("adapter_not_uploaded", version=number, reason=str(error))
             # Without a server it would wait in vain.
             return await imported.until_published(
                 number, 0.0 if servers.are_all_away else PUBLISHED_WITHIN_S
@@ -113,17 +107,19 @@ class AdapterImport:
         learner: LearnerProtocol,
         policy: str,
         together: Sequence[str] = (),
+        files: AdapterFiles | None = None,
     ) -> None:
         """Connect the stages; `policy` is the name of the policy that gets the version.
 
-        `together` are the policies that go live together, this one included (empty: none).
+        `together` are the policies that go live together, this one included (empty: none). `files`
+        offers the version to other machines.
         """
         self._engine = engine
         self._recipe = recipe
         self._policy = policy
         self._folder = settings.adapter_dir
         self._versions = PolicyVersions(engine, self._folder, policy)
-        self._training = Training(learner, self._folder, self._versions)
+        self._training = Training(learner, self._folder, self._versions, files=files)
         rule = publishing_rule(recipe, policy, together)
         self._recording = Recording(engine, policy, rule)
         self._recovery = Recovery(self._recording, self._folder)
@@ -173,10 +169,6 @@ class AdapterImport:
                 directory,
                 f"{serving.served_name} already serves these weights: nothing to import",
             )
-
-    def folder(self, number: int) -> Path:
-        """Return the folder of version `number`."""
-        return adapters.version_folder(self._folder, self._policy, number)
 
     async def until_published(
         self, number: int, within_s: float = PUBLISHED_WITHIN_S

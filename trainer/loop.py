@@ -31,7 +31,6 @@ from store.versions import PolicyVersion
 from trainer.errors import (
     MEMORY_REMEDY,
     LearnerError,
-    NotFetched,
     ServerAtFault,
     ShortOfMemory,
     TeacherError,
@@ -104,7 +103,7 @@ class Loop:
         key, probe = settings.teacher_api_key, learner.vocabulary_probe
         teacher = Teacher(recipe.teacher, probe, key) if recipe.teacher else None
         self._learner = learner
-        self._training = Training(learner, folder, self._versions, teacher)
+        self._training = Training(learner, folder, self._versions, teacher, servers.files)
         rule = publishing_rule(recipe, policy, self._together)
         self._recording = Recording(engine, policy, rule)
         self._recovery = Recovery(self._recording, folder)
@@ -322,12 +321,6 @@ class Loop:
         policy_logprobs = self._training.policy_logprobs()
         new = await self._training.describe_version(claim, plan, number, plan.metrics | trained)
         folder = await self._training.write(new)
-        try:
-            # Before the controller sees the version.
-            await self._servers.files.offer(folder)
-        except NotFetched as error:
-            # `is_published` tries again, and the version waits for that.
-            log.warning("adapter_not_uploaded", version=number, reason=str(error))
         await self._recording.record_update(
             claim, plan, new.metrics, (number, folder), policy_logprobs
         )
@@ -362,7 +355,7 @@ class Loop:
 
     @property
     def awaits_controller(self) -> bool:
-        """Return whether the controller had still to publish a version at the last check."""
+        """Return whether the newest version was still unpublished at the last check."""
         return self._awaited is not None
 
     async def is_published(self) -> bool:
@@ -381,7 +374,7 @@ class Loop:
         return True
 
     async def _await_controller(self, version: PolicyVersion) -> None:
-        """Offer a written version's files to other machines, once; log if it waits for long."""
+        """Log if a written version waits for long; a new trainer offers its files again first."""
         if self._awaited is None or self._awaited.version != version.version:
             await self._servers.files.offer(Path(version.adapter_path or ""))
             self._awaited, self._awaited_since = version, perf_counter()

@@ -104,7 +104,7 @@ class PolicyWorker:
 
     @property
     def awaits_controller(self) -> bool:
-        """Return whether the controller had still to publish a version at the last check."""
+        """Return whether the newest version was still unpublished at the last check."""
         return self._loop is not None and self._loop.awaits_controller
 
     async def is_published(self, guard: AsyncConnection) -> bool:

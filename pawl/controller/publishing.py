@@ -32,9 +32,9 @@ log = structlog.get_logger()
 PROBED_REASON: Final = "it is loaded, and served as it was trained"
 # Seconds of pause after a version's first try that decided nothing; each further one doubles it.
 FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 15.0
 # Seconds for which a look waits for its tries.
 TRY_S: Final = 5.0
-LONGEST_PAUSE_S: Final = 15.0
 
 
 class Publishing:
@@ -47,12 +47,12 @@ class Publishing:
     def __init__(self, servers: Replicas) -> None:
         self._servers = servers
         self.waiting: dict[str, str] = {}
-        # Running tries by policy: a slow server or source delays no other policy's version.
-        self._tries: dict[str, asyncio.Task[None]] = {}
-        # Served names of versions that are left to other controllers.
-        self._left: set[str] = set()
         # For each such version: when to try again, and the pause before that.
         self._pauses: dict[str, tuple[float, float]] = {}
+        # Running tries by policy: a slow server or source delays no other policy's version.
+        self._tries: dict[str, asyncio.Task[None]] = {}
+        # Served names of versions that are left to other controllers, and logged as such.
+        self._left: set[str] = set()
 
     async def look(self, engine: AsyncEngine) -> None:
         """Publish what is written, and promote what has waited for other policies' versions.
@@ -64,6 +64,7 @@ class Publishing:
         names = {version.served_name for version, _ in written}
         self.waiting = {name: why for name, why in self.waiting.items() if name in names}
         self._pauses = {name: pause for name, pause in self._pauses.items() if name in names}
+        self._left &= names
         for version, base in written:
             if version.name not in self._tries:
                 work = self._try_to_publish(engine, version, base)
@@ -143,9 +144,8 @@ class Publishing:
         why: Why = {"reason": PROBED_REASON, "actor": "controller", "evidence": evidence}
         async with engine.begin() as connection:
             # Read again: the trainer may have begun anew with other policies that go live together.
-            current = await numbered_version(connection, version.name, version.version)
-            gate = None if current is None else current.gate
-            together = (gate or {}).get("publish_with", [version.name])
+            current = await numbered_version(connection, version.name, version.version) or version
+            together = (current.gate or {}).get("publish_with", [version.name])
             await lock_policies(connection, together)
             await make_loaded(connection, version.name, version.version, **why)
             promoted = await promote_together(connection, together)

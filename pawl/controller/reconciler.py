@@ -164,14 +164,11 @@ async def check_served(server: ModelServer, version: PolicyVersion) -> ProbeResu
             raise WrongBase(f"{server.url} cannot serve {name}: {why}")
         if (why := rejection_reason(probe, tolerance)) is not None:
             raise Misserved(f"{server.url} does not serve {name} as it was trained: {why}")
-    except PublishError as error:
+    except (PublishError, UpstreamAway) as error:
         await unload_if_possible(server, name)
-        if isinstance(error, Misserved):
+        if isinstance(error, (Misserved, UpstreamAway)):
             raise
         raise Misserved(f"{server.url} does not serve {name} as it was trained: {error}") from error
-    except UpstreamAway:
-        await unload_if_possible(server, name)
-        raise
     return probe
 
 
@@ -201,7 +198,7 @@ class Reconciler:
     def __init__(
         self, server: ModelServer, count: Callable[[str], None] = lambda outcome: None
     ) -> None:
-        """Store the server; `count` gets the outcome of each load (`loaded`, `refused`, …)."""
+        """Store the server; each load calls `count` with its outcome (`loaded`, `refused`, …)."""
         self.server = server
         self.troubles: dict[str, TrainerError] = {}
         self.missing = 0

@@ -262,7 +262,7 @@ def proxy_away(facts: Facts) -> Iterator[Finding]:
 
 
 def server_away(facts: Facts) -> Iterator[Finding]:
-    """Find model servers that do not answer, and base models that none of them serves."""
+    """Find model servers that do not answer, and base models that no server has."""
     for server in facts.servers:
         if server.why_not is not None:
             yield Finding(

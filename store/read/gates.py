@@ -159,7 +159,7 @@ async def next_control(
 
 
 async def last_traffic_gain(connection: AsyncConnection, name: str, version: int) -> Row[Any]:
-    """Return `from_state`, `actor` and `verdict` of the version's last promotion."""
+    """Return how a version last got the traffic: that event's `from_state`, `actor`, `verdict`."""
     return (await connection.execute(_LAST_TRAFFIC_GAIN, {"name": name, "version": version})).one()
 
 

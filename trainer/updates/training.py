@@ -19,11 +19,12 @@ from store.claims import Claim
 from store.values.packing import unpack_ids
 from store.values.sampling import distribution_of
 from trainer.batches import Row, RowKey, with_logprobs
-from trainer.errors import AdapterError, Interrupted, LearnerError
+from trainer.errors import AdapterError, Interrupted, LearnerError, NotFetched
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.probe import ProbeRow
+from trainer.publishing.sources import AdapterFiles
 from trainer.recipes.recipe import Recipe
 from trainer.updates.circuit_breaker import looks_like_a_fault
 from trainer.updates.plan import (
@@ -91,8 +92,11 @@ class Training:
         adapter_dir: Path,
         versions: VersionFolders,
         teacher: Teacher | None = None,
+        files: AdapterFiles | None = None,
     ) -> None:
+        """Store the parts; `files` (None: nothing to do) offers new versions to other machines."""
         self._teacher = teacher
+        self._files = files or AdapterFiles()
         self._learner = learner
         self._adapter_dir = adapter_dir
         self._versions = versions
@@ -297,10 +301,10 @@ class Training:
         )
 
     async def write(self, new: NewVersion) -> Path:
-        """Write the trained policy as version `new`, and return its folder.
+        """Write the trained policy as version `new`, offer its files, and return its folder.
 
         If the disk refuses, the trained weights stay in memory, and writing is tried again until it
-        succeeds.
+        succeeds. If the files cannot be offered, the version waits until its trainer could.
         """
         write = partial(adapters.write_version, self._adapter_dir, new, self._learner.save)
         while True:
@@ -310,5 +314,10 @@ class Training:
                 log.error("version_not_written", reason=str(error), again_in_s=WRITE_AGAIN_S)
                 await asyncio.sleep(WRITE_AGAIN_S)
             else:
-                self._learner.mark_saved(folder)
-                return folder
+                break
+        self._learner.mark_saved(folder)
+        try:
+            await self._files.offer(folder)
+        except NotFetched as error:
+            log.warning("adapter_not_uploaded", version=new.version, reason=str(error))
+        return folder

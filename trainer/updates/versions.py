@@ -62,7 +62,7 @@ async def begin_policy(
 
 
 def publishing_rule(recipe: Recipe, policy: str, together: Sequence[str]) -> dict[str, Any]:
-    """Return the rule by which a version is published and judged, JSON-ready.
+    """Return the rule that says how a version is published and judged, JSON-ready.
 
     `together` are the policies that go live together, this one included (empty: it goes alone).
     """

@@ -6,51 +6,20 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.claims import begin_update, record_update
-from store.schema.tables import MANIFEST_SHA256
 from store.tenants import DEFAULT, scoped
 from store.version_queries import list_versions
 from store.version_states import ensure_base
+from tests.support.controller.replicas import write
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.totals import totals
 from tests.support.records import call
 from tests.support.trainer.policies import Policies
 from trainer.errors import TrainerError
 from trainer.metrics import LEFT_POLICY
-from trainer.publishing.adapters import (
-    MANIFEST,
-    SERVED_FILES,
-    NewVersion,
-    sha256_of,
-    write_version,
-)
 from trainer.publishing.probe import ProbeRow
 from trainer.updates.versions import begin_policy
 
 FILE = Path("policies.toml")
-
-
-async def write_version_of(engine: AsyncEngine, root: Path, policy: str) -> None:
-    """Leave version 1 of a policy recorded and not published, as a killed trainer does."""
-
-    def save(folder: Path) -> None:
-        for name in SERVED_FILES:
-            (folder / name).write_text(policy)
-
-    async with engine.begin() as connection:
-        new = NewVersion(
-            policy=policy,
-            version=1,
-            update_id=await begin_update(connection, policy, 0, {}),
-            parent_version=0,
-            outcomes=(),
-            metrics={},
-            probe=(ProbeRow(ids=(1, 2), logprobs=(-2.0,)),),
-        )
-        folder = write_version(root, new, save)
-        hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
-        made = {"policy": policy, "version": 1, "adapter_path": str(folder)}
-        await record_update(connection, new.update_id, (), hashed, **made)
 
 
 @pytest.mark.parametrize("tenant", [DEFAULT, "b"])
@@ -95,9 +64,10 @@ async def test_a_policy_with_calls_of_two_tenants_begins_for_neither(engine: Asy
 async def test_nothing_of_another_tenants_policy_is_trained(
     policies: Policies,
 ) -> None:
+    probe = (ProbeRow(ids=(1, 2), logprobs=(-2.0,)),)
     async with policies.engine.begin() as connection:
         await ensure_base(connection, "checker", "m", "a")
-    await write_version_of(policies.engine, policies.folder, "checker")
+        await write(connection, policies.folder, 1, "checker", probe)
     policies.fake.logprobs["checker@1"] = -2.0
     await policies.fill({"writer": 8, "checker": 8})
     # This trainer's policies are the default tenant's.

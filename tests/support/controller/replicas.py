@@ -1,6 +1,6 @@
 """Publish versions with their files, and run a controller of some replicas in this process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.controller.publishing import Publishing
 from pawl.controller.reconciler import Reconciler
@@ -34,6 +34,39 @@ def save(folder: Path) -> None:
         (folder / name).write_text(f"{name} of {folder.name}")
 
 
+async def write(
+    connection: AsyncConnection,
+    root: Path,
+    number: int,
+    policy: str = "m",
+    probe: tuple[ProbeRow, ...] = (),
+    rule: Mapping[str, Any] | None = None,
+) -> Path:
+    """Leave a version of a policy written, as its trainer does, and return its folder."""
+    new = NewVersion(
+        policy=policy,
+        version=number,
+        update_id=await begin_update(connection, policy, 0, {}),
+        parent_version=0,
+        outcomes=(),
+        metrics={},
+        probe=probe,
+    )
+    folder = write_version(root, new, save)
+    hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
+    await record_update(
+        connection,
+        new.update_id,
+        (),
+        hashed,
+        policy=policy,
+        version=number,
+        adapter_path=str(folder),
+        rule=rule,
+    )
+    return folder
+
+
 async def publish(
     engine: AsyncEngine,
     root: Path,
@@ -46,25 +79,7 @@ async def publish(
     async with engine.begin() as connection:
         await ensure_base(connection, policy, base)
         for number in numbers:
-            new = NewVersion(
-                policy=policy,
-                version=number,
-                update_id=await begin_update(connection, policy, 0, {}),
-                parent_version=0,
-                outcomes=(),
-                metrics={},
-                probe=probe,
-            )
-            folder = write_version(root, new, save)
-            await record_update(
-                connection,
-                new.update_id,
-                (),
-                {MANIFEST_SHA256: sha256_of(folder / MANIFEST)},
-                policy=policy,
-                version=number,
-                adapter_path=str(folder),
-            )
+            await write(connection, root, number, policy, probe)
             await promote(connection, policy, number)
 
 

@@ -9,14 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
 from pawl.controller.publishing import Publishing
-from store.claims import begin_update, record_update
-from store.schema.tables import MANIFEST_SHA256
 from store.version_queries import list_events, numbered_version
 from store.version_states import ensure_base, roll_back
 from store.versions import PolicyVersion
-from tests.support.controller.replicas import save
+from tests.support.controller import replicas
 from tests.support.servers.fake_server import fake_model_server
-from trainer.publishing.adapters import MANIFEST, NewVersion, sha256_of, write_version
 from trainer.publishing.model_server import ModelServer, Replicas
 from trainer.publishing.probe import ProbeRow
 
@@ -35,28 +32,7 @@ async def write(
     """Leave version 1 of a policy written, and return its folder."""
     async with engine.begin() as connection:
         await ensure_base(connection, policy, base)
-        new = NewVersion(
-            policy=policy,
-            version=1,
-            update_id=await begin_update(connection, policy, 0, {}),
-            parent_version=0,
-            outcomes=(),
-            metrics={},
-            probe=probe,
-        )
-        folder = write_version(root, new, save)
-        hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
-        await record_update(
-            connection,
-            new.update_id,
-            (),
-            hashed,
-            policy=policy,
-            version=1,
-            adapter_path=str(folder),
-            rule=RULE,
-        )
-    return folder
+        return await replicas.write(connection, root, 1, policy, probe, RULE)
 
 
 async def version(engine: AsyncEngine, policy: str = "m") -> PolicyVersion:
