@@ -2,7 +2,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto
 # What `make example` runs, of the environment.
 PAWL ?= pawl
-CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
+CODE := store proxy trainer controller console pawl migrations benchmarks examples plugins scripts tests
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo example test slow serving compose-test check format docs site lock images release clean
@@ -49,7 +49,7 @@ docs: install  ## generate docs/reference/ from the code
 
 site: install  ## the documentation as a site in build/site; a broken link is an error
 	@rm -rf build/pages && mkdir -p build/pages
-	@git ls-files "*.md" ":!tests" docs examples trainer/recipes pawl/controller/comparison.py | xargs cp --parents -t build/pages
+	@git ls-files "*.md" ":!tests" docs examples trainer/recipes controller/comparison.py | xargs cp --parents -t build/pages
 	@$(BIN)/zensical build --strict
 
 lock: install  ## lock all roles to exact versions again

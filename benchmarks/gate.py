@@ -30,15 +30,15 @@ from benchmarks.report import (
     write_figures,
 )
 from benchmarks.stack import ROOT
-from pawl.controller.comparison import (
+from controller.comparison import (
     GUARD_MARGIN,
     MOST_SHARE,
     ComparedEpisode,
     Comparison,
     canary_share,
 )
-from pawl.controller.eprocess import Block, block_size
-from pawl.controller.own_past import PAST
+from controller.eprocess import Block, block_size
+from controller.own_past import PAST
 from trainer.recipes.recipe import PublishMode, PublishOptions
 
 PAGE: Final = ROOT / "docs" / "explanation" / "gate.md"
@@ -123,7 +123,7 @@ class LiveComparison:
 
 
 class Policy:
-    """Simulates the decisions about one version, as made by pawl/controller/gate.py."""
+    """Simulates the decisions about one version, as made by controller/gate.py."""
 
     def __init__(self, rule: PublishOptions, per_day: int, effect: float, seed: str) -> None:
         self.serves = False

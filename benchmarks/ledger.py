@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.storage import agent_calls
-from pawl.controller.comparison import ArmFigures, Figures, PartFigures
+from controller.comparison import ArmFigures, Figures, PartFigures
 from store.database import make_engine
 from store.link.outages import IN_OUTAGE
 from store.schema.migrate import upgrade

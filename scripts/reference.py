@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, PydanticJsonSchemaWarning
 from pydantic_settings import BaseSettings
 
-import pawl.controller.metrics
+import controller.metrics
 import proxy.metrics
 import store.metrics
 import trainer.metrics
@@ -55,7 +55,7 @@ METRICS: Final[dict[str, ModuleType]] = {
     "Every process": store.metrics,
     "Proxy": proxy.metrics,
     "Trainer": trainer.metrics,
-    "Controller": pawl.controller.metrics,
+    "Controller": controller.metrics,
 }
 ABOUT_SETTINGS: Final = """
 Pawl is configured by environment variables and by a file `.env` in the working directory; the

@@ -14,7 +14,7 @@ import asyncpg
 from PIL import Image
 from playwright.async_api import Browser
 
-from pawl.console.app import serving
+from console.app import serving
 from pawl.settings import ConsoleSettings
 from store.embedded import EmbeddedPostgres
 from tests.support.browser import NARROW, WIDE, chromium, view

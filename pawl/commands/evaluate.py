@@ -15,9 +15,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from controller.comparison import ArmFigures, Figures
 from pawl.commands.common import check_parent_folder, fail, with_flags
 from pawl.commands.rollout import AgentFlags, Display, stopped_by_signals
-from pawl.controller.comparison import ArmFigures, Figures
 from pawl.operator_moves import split_name
 from pawl.rollout.evaluation import (
     EvaluationJob,

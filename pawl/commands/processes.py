@@ -121,7 +121,7 @@ def controller() -> None:
     SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
     used.
     """
-    from pawl.controller.run import controller as run
+    from controller.run import controller as run
     from pawl.settings import ControllerSettings
 
     _run(run(read_settings(ControllerSettings)), "the controller")
@@ -171,7 +171,7 @@ def console() -> None:
     SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
     used.
     """
-    from pawl.console.app import run
+    from console.app import run
     from pawl.settings import ConsoleSettings
 
     _run(run(read_settings(ConsoleSettings)), "the console")

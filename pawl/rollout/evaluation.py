@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pawl.controller.comparison import ComparedEpisode, Comparison, Figures, Verdict
+from controller.comparison import ComparedEpisode, Comparison, Figures, Verdict
 from pawl.judging.answers import metrics_of
 from pawl.rollout.journal import Ended, RolloutPlan, RunKey
 from pawl.rollout.running import Rollout

@@ -1,7 +1,8 @@
 """A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from click.testing import Result
 from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
 from yarl import URL
 
 from benchmarks.stack import free_port
+from pawl.cli import app
 from pawl.serving.supervisor import open_sockets
 from proxy.ingester.ingester import run_ingester
 from proxy.policies.version_file import VersionFile, serving_versions
@@ -181,6 +185,21 @@ def start_proxy(
 async def proxy(start_proxy: StartProxy) -> AsyncIterator[Proxy]:
     async with start_proxy() as made:
         yield made
+
+
+Pawl = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def pawl(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pawl:
+    """Run `pawl` with the test's database, in the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+
+    async def run(*arguments: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+    return run
 
 
 @pytest.fixture(scope="session")

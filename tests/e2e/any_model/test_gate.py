@@ -20,8 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.stack import small_plan
-from pawl.controller.comparison import Comparison
-from pawl.controller.evidence import PROXIES_KNOW_AFTER, STORED_AFTER, Evidence
+from controller.comparison import Comparison
+from controller.evidence import PROXIES_KNOW_AFTER, STORED_AFTER, Evidence
 from pawl.stack.stack import Stack
 from store.database import make_engine
 from store.read.gates import GatedPolicy, read_gated_policy

@@ -17,7 +17,7 @@ from tests.support.waiting import until_true
 ROOT: Final = Path(__file__).parents[3]
 MEGABYTE: Final = 10**6
 UP_S: Final = 120.0
-PACKAGES: Final = ("migrations", "pawl", "proxy", "store", "trainer")
+PACKAGES: Final = ("console", "controller", "migrations", "pawl", "proxy", "store", "trainer")
 # What the image must have beside modules.
 DATA: Final = (
     "migrations/script.py.mako",

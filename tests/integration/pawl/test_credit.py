@@ -20,7 +20,7 @@ from store.read.past import past_update
 from store.records import Group, SpoolRecord, ToolCall
 from store.selecting import Selection, select_episodes
 from store.version_states import ensure_base
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward, statement, tool_event

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.stack import free_port
-from pawl.controller.run import app_of
+from controller.run import app_of
 from pawl.doctor.checks import Finding
 from pawl.doctor.diagnosis import diagnose
 from pawl.settings import DoctorSettings
@@ -25,8 +25,7 @@ from store import claims, version_states
 from store.admin_port import serve_app
 from store.tenants import scoped
 from store.version_states import await_approval, lock_version
-from tests.integration.conftest import Proxy, proxy_with, settings_for
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl, Proxy, proxy_with, settings_for
 from tests.support.controller.replicas import assert_has, controlling, publish
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import load

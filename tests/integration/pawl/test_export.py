@@ -18,7 +18,7 @@ from store.errors import Damaged, StoreError
 from store.records import SpoolRecord, ToolCall
 from store.selecting import Selection, select_episodes
 from store.version_states import ensure_base
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.records import call, reward, tool_event
 

@@ -11,7 +11,7 @@ from store.errors import BadKey, UnknownKey
 from store.grants import hash_of_key
 from store.keys import key_ring, list_keys
 from store.schema.tables import metadata
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 
 
 async def test_new_key_is_printed_once_and_only_its_hash_is_stored(

@@ -12,7 +12,7 @@ from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
 from store.keys import create_key
 from store.tenants import DEFAULT, scoped
 from store.version_states import ensure_base
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote
 from tests.support.records import call, reward

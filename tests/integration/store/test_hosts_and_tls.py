@@ -14,10 +14,7 @@ from pydantic import SecretStr
 
 from store.database import is_answering, is_lasting_refusal, make_engine
 from store.embedded import SOCKET, EmbeddedPostgres
-from tests.integration.conftest import StartProxy
-from tests.integration.pawl.conftest import Pawl, pawl
-
-__all__ = ["pawl"]
+from tests.integration.conftest import Pawl, StartProxy
 
 # PostgreSQL's protocol: the length of the message, and the code of an SSLRequest.
 SSL_REQUEST = bytes([0, 0, 0, 8, 4, 210, 22, 47])

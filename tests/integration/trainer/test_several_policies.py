@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller import publishing
+from controller import publishing
 from store import claims, version_states
 from tests.support.controller.replicas import reconcile
 from tests.support.faults.killing import Killed, killing

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller.publishing import Publishing
-from pawl.controller.run import look_forever, working
+from controller.publishing import Publishing
+from controller.run import look_forever, working
 from tests.support.controller.replicas import POLL_S
 from tests.support.controller.trials import settings_of
 from trainer.loop import Loop

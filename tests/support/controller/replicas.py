@@ -10,10 +10,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.controller.publishing import Publishing
-from pawl.controller.reconciler import Reconciler
-from pawl.controller.replicas import ReplicaController, ServableVersions, show_troubles
-from pawl.controller.run import app_of, look_forever, working
+from controller.publishing import Publishing
+from controller.reconciler import Reconciler
+from controller.replicas import ReplicaController, ServableVersions, show_troubles
+from controller.run import app_of, look_forever, working
 from store.claims import begin_update, record_update
 from store.schema.tables import MANIFEST_SHA256
 from store.version_states import ensure_base

@@ -10,11 +10,11 @@ import msgspec
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from controller.comparison import Comparison
+from controller.evaluating import Evaluate, Evaluations
+from controller.gate import Gate
+from controller.run import look_forever, working
 from pawl.commands.policies import read_event_lines
-from pawl.controller.comparison import Comparison
-from pawl.controller.evaluating import Evaluate, Evaluations
-from pawl.controller.gate import Gate
-from pawl.controller.run import look_forever, working
 from pawl.settings import ControllerSettings
 from store.claims import begin_update, record_update
 from store.read.gates import VersionInRole

@@ -13,8 +13,8 @@ from pydantic import SecretStr
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.controller import publishing
-from pawl.controller.publishing import Publishing
+from controller import publishing
+from controller.publishing import Publishing
 from store import claims, version_states
 from store.claims import UpdateRow, list_updates
 from store.records import CallRecord, SpoolRecord

@@ -34,7 +34,7 @@ POLL_S: Final = 0.02
 NEEDED: Final = (
     "tests.support.servers.computing_server",
     "pawl.cli",
-    "pawl.controller.run",
+    "controller.run",
     "trainer.run",
     "transformers.models.llama.modeling_llama",
 )
@@ -227,8 +227,8 @@ def trainers_boundaries() -> dict[str, Patch]:
 
 def controllers_boundaries() -> dict[str, Patch]:
     """Return the places between two steps of a publication, in their order."""
-    from pawl.controller import publishing
-    from pawl.controller.publishing import Publishing
+    from controller import publishing
+    from controller.publishing import Publishing
     from store import version_states
     from trainer.publishing.model_server import ModelServer
 

@@ -12,7 +12,7 @@ import promql_parser as promql
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-import pawl.controller.metrics
+import controller.metrics
 import proxy.metrics
 import store.metrics
 import trainer.metrics
@@ -157,7 +157,7 @@ def labels_of_result(node: promql.Expr) -> set[str] | None:
 def registered() -> dict[str, frozenset[str]]:
     """Every series that a process can export, with its labels."""
     found: dict[str, frozenset[str]] = {}
-    for module in (store.metrics, proxy.metrics, trainer.metrics, pawl.controller.metrics):
+    for module in (store.metrics, proxy.metrics, trainer.metrics, controller.metrics):
         for value in vars(module).values():
             for metric in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(metric, MetricWrapperBase):

@@ -67,8 +67,9 @@ def resolves(page: Path, target: str) -> bool:
 
 
 PATH = re.compile(
-    r"(?<![\w/.@-])(?:benchmarks|dashboards|docs|examples|migrations|pawl|plugins|proxy|requirements"
-    r"|scripts|store|tests|trainer)/[\w./-]*?\.(?:json|md|mjs|png|py|sh|toml|txt|yml)\b(?!\.\w)"
+    r"(?<![\w/.@-])(?:benchmarks|console|controller|dashboards|docs|examples|migrations|pawl|plugins"
+    r"|proxy|requirements|scripts|store|tests|trainer)/"
+    r"[\w./-]*?\.(?:json|md|mjs|png|py|sh|toml|txt|yml)\b(?!\.\w)"
 )
 DECISION = re.compile(r"\bdecisions?[ /](\d{3})\b|\b(\d{3})-[a-z][a-z-]+\.md\b", re.IGNORECASE)
 

@@ -314,7 +314,8 @@ def test_every_setting_has_a_row_in_the_reference() -> None:
 
 
 def test_every_settings_class_that_a_command_reads_has_a_section_in_the_reference() -> None:
-    sources = [path.read_text() for path in (ROOT / "pawl").rglob("*.py")]
+    folders = [ROOT / name for name in ("controller", "console", "pawl")]
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     read = {name for text in sources for name in re.findall(r"read_settings\(([A-Z]\w+)\)", text)}
     # It has the settings of all processes, and none of its own.
     documented = {field for kind in SETTINGS.values() for field in kind.model_fields}

@@ -31,7 +31,7 @@ from store.version_states import (
     lock_version,
     mark_unloaded,
 )
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.ledger import lineage
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote, trained

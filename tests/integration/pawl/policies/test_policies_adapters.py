@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.errors import UnknownPolicy
 from store.version_queries import list_versions, mark_files_deleted
 from store.version_states import ensure_base, mark_unloaded
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.controller.publishing import publishing_beside
 from tests.support.ledger.lineage import set_state
 from tests.support.servers.computing_server import computing_server

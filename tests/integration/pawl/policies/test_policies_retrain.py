@@ -11,7 +11,7 @@ from store.errors import UnknownNames, UnknownPolicy
 from store.keys import create_key, revoke_key
 from store.records import SpoolRecord
 from store.version_states import ensure_base
-from tests.integration.pawl.conftest import Pawl
+from tests.integration.conftest import Pawl
 from tests.support.ledger.episodes import ingest
 from tests.support.ledger.lineage import promote
 from tests.support.ledger.updates import claimed, consume_all

@@ -14,8 +14,8 @@ from uuid import uuid4
 import msgspec
 import pytest
 
+from controller.evaluating import evaluate_candidate
 from pawl.commands.evaluate import EvaluateFlags, run_evaluation
-from pawl.controller.evaluating import evaluate_candidate
 from pawl.rollout.evaluation import EvaluationReport
 from pawl.rollout.proxy import Models, ProxyClient
 from pawl.rollout.tasks import RolloutError

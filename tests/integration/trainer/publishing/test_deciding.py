@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from sqlalchemy import select
 
-from pawl.controller import publishing
+from controller import publishing
 from store import claims
 from store.claims import IMPORTED_FROM
 from store.schema.tables import policies

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 from structlog.testing import capture_logs
 
-from pawl.controller.publishing import Publishing
+from controller.publishing import Publishing
 from store import claims
 from store.database import make_engine
 from store.errors import ClaimLost

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+from controller import reconciler
+from controller.publishing import Publishing
 from pawl.commands import policy_traffic
-from pawl.controller import reconciler
-from pawl.controller.publishing import Publishing
 from pawl.operator_moves import read_query, retrain_by_hand
 from store import claims
 from store.retraining import Retrained
