@@ -4,7 +4,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 from typing import Any, get_args
 
 import msgspec
@@ -465,9 +465,10 @@ def nested(value: Any, depth: int) -> Any:
     ],
 )
 def test_check_of_a_tenants_request_takes_time_linear_in_its_body(fields: dict[str, Any]) -> None:
-    begun = perf_counter()
+    # Time of this thread alone, so that a busy machine does not count.
+    begun = thread_time()
     called("a", CHAT, fields)
-    assert perf_counter() - begun < 10
+    assert thread_time() - begun < 10
 
 
 names = st.text(st.characters(codec="ascii", min_codepoint=97), max_size=4)
